@@ -14,7 +14,7 @@ it and what crosses it; of real cuts both are exact. Memory is that of every ran
 recomputed one by one or by parts of them, and what any stage needs beside its units (``stage_bound.Ends``). So it is a
 relaxation that leaves out only that units are whole, what is alive beside some of them, and that a cut lies in one place.
 
-Where a bound is to be sharp, units are whole and a cut lies in one place (``_whole``), as a mixed-integer program over the
+Where a bound is to be sharp, units are whole and a cut lies in one place, as a mixed-integer program over the
 paths that are rows by then: a rank has a whole number of units of a class, then so has a stage; so many of them run in the
 fastest way; a cut lies between two corners that are neighbours: as a mean of corners of an encoder and of its decoder it would
 part both. Whole ranks come first where one class alone has several units: that is a small program, which says more than a large
@@ -41,14 +41,14 @@ _ROUNDS, _CLOSE = 40, 0.002
 """So many programs are solved at most; a bound that is so close to what was run is not raised."""
 _NUMBERS, _MANY = 150_000, 1_500_000
 """Programs end when they have had so many numbers: a fifth of a second, and some where a bound is to be sharp."""
-_CASES, _ROWS = (20, 1000), (20_000_000, 200_000_000)
-"""Where units are whole, so many cases are told apart: the fewest if ranks alone are, else as many as so many rows x rows, of
-several classes and of one: a second."""
+_CASES = 20, 1000
+"""Where units are whole, so many cases are told apart: the fewest at first and where ranks alone are whole, then as many as
+take a second, by what those before took."""
 _BEGUN, _STEP = 7.0, 0.015
 """Numbers for each of a program where units are whole, and for each and an iteration (seen: 5 and 0.01 us)."""
 _LARGEST, _SMALL, _STAGES = 900, 200, 20
-"""Rows of a program of whole units beyond which it is not solved: it takes seconds; rows where no bound is to be sharp; and the
-most stages (seen: 24 of a T5 took 3 s and said nothing)."""
+"""Rows of a program of whole units beyond which it is not solved: it takes seconds; rows where no bound is to be sharp; and of
+several classes the most stages (seen: 24 of a T5 took 3 s and said nothing)."""
 _TURNS, _WAITS = 20, 3
 """So often is a program of whole units solved at most, with the paths that it taught; so often where it says no more by then,
 or takes long."""
@@ -109,11 +109,11 @@ class _Point:
 
 
 class TimedBound:
-    """A bound on the step of any cut, which can be asked for more sharply later.
+    """A bound on the step of any cut. What was asked for whole ranks can be asked for whole stages later.
 
-    ``known``: seconds that are known already; ``room``: bytes of every rank [pp]; ``cutoff``: seconds above which nothing
-    sharper is needed, if it is not 0; ``paths``: those remembered of this table.
+    ``known``: seconds that are known already; ``room``: bytes of every rank [pp]; ``paths``: those remembered of this table.
 
+    cutoff: seconds above which nothing sharper is needed; of 0 seconds there is none
     seconds: of a step that no cut can beat, so far
     """
 
@@ -122,9 +122,9 @@ class TimedBound:
         paths: KnownPaths,
     ) -> None:
         self._program = _Program(units, table, outside, room, cutoff, paths)
-        self._best, self._cutoff, self.seconds = self._program.first(), cutoff or math.inf, known
+        self._best, self.cutoff, self.seconds = self._program.first(), cutoff or math.inf, known
         self._asked: Sharp | None = None
-        self._staged = False
+        self._each = math.inf
 
     @property
     def work(self) -> tuple[int, int]:
@@ -134,66 +134,66 @@ class TimedBound:
     def sharpen(self, sharp: Sharp) -> float:
         """The seconds, as sharp as that. Of small programs more is said at once, where crossings differ by enough to come to
         the cutoff."""
-        program, first = self._program, self._asked is None
-        if first:
-            self._asked = sharp
+        assert self._asked is None or (self._asked is Sharp.RANKS and sharp is Sharp.STAGES)
+        program, largest = self._program, _LARGEST if sharp else _SMALL
+        if self._asked is None:
             self._divide(sharp)
-        near = program.differs >= self._cutoff - self.seconds
-        if first and program.alike and (sharp or near) and len(program.parts) <= (_LARGEST if sharp else _SMALL):
-            program.make_ranks_whole()
-            self._turn(_CASES[0])
-        if (sharp is Sharp.STAGES or near) and (program.alike or program.table.stages <= _STAGES):
-            self._make_stages_whole(_LARGEST if sharp is Sharp.STAGES else _SMALL)
+            program.let_go()
+            if program.alike and (sharp or self._near) and len(program.parts) <= largest and self.seconds < self.cutoff:
+                program.make_ranks_whole()
+                self._turn(most=_CASES[0])
+        self._asked = sharp
+        if self.seconds >= self.cutoff or not (sharp is Sharp.STAGES or self._near):
+            return self.seconds
+        if not program.staged and (program.alike or program.table.stages <= _STAGES):
+            program.make_stages_whole()
+        if program.staged and len(program.parts) <= (_LARGEST if sharp is Sharp.STAGES else _SMALL):
+            self._turn(most=_CASES[1])
         return self.seconds
 
-    def _make_stages_whole(self, largest: int) -> None:
-        """Units of stages are whole, if the program then has no more than so many rows."""
-        program = self._program
-        if self.seconds < self._cutoff and not self._staged:
-            self._staged = True
-            if not program.alike:
-                program.make_ranks_whole()
-            program.make_stages_whole()
-        rows = len(program.parts)
-        if self._staged and rows <= largest:
-            self._turn(int(np.clip(_ROWS[program.alike] // rows**2, *_CASES)))
+    @property
+    def _near(self) -> bool:
+        """Whether where cuts lie may make up for what is left to the cutoff."""
+        return self._program.differs >= self.cutoff - self.seconds
 
     def _divide(self, sharp: Sharp) -> None:
         """Units are divided."""
         program, before = self._program, list[float]()
         for _ in range(_ROUNDS):
             still = len(before) >= _STILL and before[-1] <= before[-_STILL] * (1 + _MORE)
-            below = (not sharp and self._best.seconds < self._cutoff) or program.size > (_MANY if sharp else _NUMBERS)
+            below = (not sharp and self._best.seconds < self.cutoff) or program.size > (_MANY if sharp else _NUMBERS)
             close = self._best.seconds <= (max(before, default=0.0) if sharp else self.seconds) * (1 + _CLOSE)  # rows say so
-            if still or below or close or self.seconds >= self._cutoff:
+            if still or below or close or self.seconds >= self.cutoff:
                 break
             try:
                 found, point = program.solved()
             except NoSolutionError:
-                self.seconds = max(self.seconds, self._cutoff)
+                self.seconds = max(self.seconds, self.cutoff)
                 break
             except UnsolvedError:
                 break
-            self.seconds, before = max(self.seconds, min(found, self._cutoff)), [*before, found]
+            self.seconds, before = max(self.seconds, min(found, self.cutoff)), [*before, found]
             if not (program.overflows(point) or program.remembers(point, found)):
                 self._best, _ = program.toward(self._best, point)
 
-    def _turn(self, cases: int) -> None:
-        """Units are whole as the program says, with the paths that it teaches. So many cases are told apart."""
-        program, before, most = self._program, list[float](), self._program.size + _NUMBERS
-        for _ in range(_TURNS if self.seconds < self._cutoff else 0):
+    def _turn(self, most: int) -> None:
+        """Units are whole as the program says, with the paths that it teaches; ``most`` cases are told apart."""
+        program, before, end = self._program, list[float](), self._program.size + _MANY
+        for _ in range(_TURNS):
             still = len(before) >= _WAITS and before[-1] <= before[-_WAITS] * (1 + _MORE)
-            if still or (len(before) >= _WAITS and program.size > most):
+            if still or program.size > end:
                 break
+            cases, steps = min(most, int(np.clip(_MANY / self._each, *_CASES))), program.steps
             try:
                 found, point = program.solved_whole(cases)
             except NoSolutionError:
-                self.seconds = self._cutoff
+                self.seconds = self.cutoff
                 break
             except UnsolvedError:
                 break
-            self.seconds, before = max(self.seconds, min(found, self._cutoff)), [*before, found]
-            if point is None or self.seconds >= self._cutoff:
+            self._each = max(1.0, _STEP * program.numbers * (program.steps - steps) / cases)
+            self.seconds, before = max(self.seconds, min(found, self.cutoff)), [*before, found]
+            if point is None or self.seconds >= self.cutoff:
                 break
             if not program.overflows(point) and not program.remembers(point, found):
                 used = len(program.used)
@@ -204,13 +204,15 @@ class TimedBound:
 
 class _Program(LinearProgram):
     """What stages run, where cuts lie and the step, in units of the longest class (``scale``); variable 0 is the step. A *way*
-    is a class of units under one of its options. ``runs``: of the table so far; ``size``: numbers of all programs solved."""
+    is a class of units under one of its options. ``runs``: of the table so far; ``size``: numbers of all programs solved;
+    ``staged``: whether units are whole in every stage."""
 
     def __init__(
         self, units: Intervals, table: Table, outside: OutsideSeconds, room: np.ndarray, cutoff: float, paths: KnownPaths
     ) -> None:
         super().__init__()
         self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
+        self.staged = False
         known = classes_of(units, outside, table.stages)
         self.members, self.kinds = known.members, known.kinds
         self.room, self.moments = room, _moments(table, units)
@@ -241,7 +243,9 @@ class _Program(LinearProgram):
                 for moments, _ in self.moments]
         held = np.array([(bytes_.max(axis=1) * self.members).sum() + beside.max()
                          for bytes_, (_, beside) in zip(most, self.moments, strict=True)])
-        if (held <= self.room).all():
+        hides = 1.0 - self.outside.slowed  # a rank that recomputes in one of its stages hides more of its reductions
+        hidden = (hides * numbers[8] <= numbers[1:3].sum(axis=0)).all() or self.table.stages == self.table.pp
+        if hidden and (held <= self.room).all():
             return numbers.min(axis=2), np.arange(len(self.members))
         found = [(number, way) for number in range(len(self.members))
                  for way in np.unique(numbers[:, number], axis=1).T]
@@ -421,7 +425,10 @@ class _Program(LinearProgram):
             self.make_whole([(self.amounts[np.ix_(self.ranks == rank, ways)], 1.0)])
 
     def make_stages_whole(self) -> None:
-        """Every stage of a rank that has several does, and a cut lies between two corners that are neighbours."""
+        """So has every stage of a rank that has several, and a cut lies between two corners that are neighbours."""
+        self.staged = True
+        if not self.alike:
+            self.make_ranks_whole()
         for ways, stage in itertools.product(self._counted(), range(self.table.stages)):
             if self.table.stages > self.table.pp:
                 self.make_whole([(self.amounts[stage, ways], 1.0)])

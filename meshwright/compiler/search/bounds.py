@@ -91,6 +91,7 @@ class Branch:
     firm: what the bound is without the assumption of the level TENSOR
     zero, shard: how parameters are kept, from the level KEPT on
     sharp: how sharp the level TIMED made its bound
+    closely: whether it was cut for whatever is better than the incumbent
     later: of a free layout, the counts of micro-batches to try after this one
     fewer: of a free layout, the least seconds of the counts before, or what they take at least
     """
@@ -104,6 +105,7 @@ class Branch:
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
     sharp: Sharp = field(compare=False, default=Sharp.QUICK)
+    closely: bool = field(compare=False, default=False)
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
 

@@ -296,19 +296,20 @@ class Evaluator:
         capacity: float | None = None, sharp: Sharp = Sharp.STAGES,
     ) -> float:
         """Seconds that no cut can beat within ``capacity`` bytes, if not the device's, no less than ``known``, by the
-        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed."""
+        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed. Asked for whole stages after whole
+        ranks, and to beat no more, it goes on where it was."""
         slack, table, capacity = placement.slack, self.table(candidate), self.capacity if capacity is None else capacity
-        key = candidate, degrees, zero, capacity
+        key, asked = (candidate, degrees, zero, capacity), cutoff / slack
         bound = self._timed.pop(key, None)
-        runs, numbers = bound.work if bound is not None else (0, 0)
-        if bound is None:
+        runs, numbers = bound.work if bound is not None and asked <= bound.cutoff else (0, 0)
+        if bound is None or asked > bound.cutoff:
             units, outside = self._divisible(candidate, degrees, zero, placement)
             most = capacity + self._twice(candidate, degrees, zero, placement)
             room = np.maximum(most - self._boundary_bytes(candidate, placement, passed_on=True), 1.0)
             paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
-            bound = TimedBound(units, table, outside, room, known / slack, cutoff / slack, paths)
-        seconds = bound.sharpen(sharp)
-        if sharp is Sharp.RANKS:
+            bound = TimedBound(units, table, outside, room, known / slack, asked, paths)
+        seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
+        if sharp is Sharp.RANKS and not 0.0 < asked <= seconds:
             self._timed[key] = bound
         self.work["action of divided units"] += (bound.work[0] - runs) * candidate.microbatches * candidate.stages
         self.work["number of divided programs"] += bound.work[1] - numbers

@@ -36,7 +36,8 @@ class Counted:
     plan: with its prediction
     limit_bytes: counted bytes that it was to stay within; what it counts, if there was no limit
     limited: whether there was one
-    bound_seconds: no plan of the same candidate within that limit takes less
+    bound_seconds: no plan of the same candidate within that limit takes less; of a pipeline, as long as the limit is no more
+        than the device has, its own seconds: what is proven of it stands in the sweep, which may sharpen it
     status: of the search for it, as in ``Certificate``
     settled: whether its search has used what it was given, or would not use more
     """
@@ -54,7 +55,7 @@ class Fitted:
     """A plan whose program fits.
 
     plan: its prediction has the replayed memory
-    bound_seconds: no plan of the same candidate takes less, as far as its search could tell
+    bound_seconds: no plan of the same candidate takes less, as far as its search could tell (of pipelines: ``Counted``)
     status: of the search for it, as in ``Certificate``
     limited: whether memory kept it from being faster
     """

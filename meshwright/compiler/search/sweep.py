@@ -147,19 +147,18 @@ class Sweep:
     @property
     def bound(self) -> float:
         """Seconds that no candidate goes below, as far as it was looked at."""
-        return min([self._proven, self._best, *(node.bound for node in self._left)])
+        return min([self._proven, self._best, *(node.bound for node in self._left + self._cut)])
 
     @property
     def firm(self) -> float:
         """The same without the assumption of the level TENSOR."""
-        return min([self._proven, self._best, *(node.firm for node in self._left)])
+        return min([self._proven, self._best, *(node.firm for node in self._left + self._cut)])
 
     @property
     def _proven(self) -> float:
-        """Seconds that nothing of what was solved goes below; where a mesh was refined, what that proved of all on it."""
+        """Seconds that nothing that was solved without stages goes below; where a mesh was refined, what that proved."""
         alone = (self._refined.get(key, bound) for key, bound in self._alone.items())
-        cut = (node.bound for node in self._cut[:1])
-        return min([self._closed, *self._refined.values(), *alone, *cut])
+        return min([self._closed, *self._refined.values(), *alone])
 
     @property
     def pruned(self) -> int:
@@ -501,23 +500,24 @@ class Sweep:
                 heapq.heappush(self._cut, node)
             return
         self._rank(result)
-        proven = max(node.bound, min(result.bound, result.seconds))
+        node = node.at(node.level, min(result.bound, result.seconds))
         if node.candidate.pp == 1:
             key = degrees.mesh, node.candidate.microbatches
-            self._alone[key] = min(self._alone.get(key, _INF), proven)
+            self._alone[key] = min(self._alone.get(key, _INF), node.bound)
         else:
-            heapq.heappush(self._cut, replace(node, bound=proven))
+            heapq.heappush(self._cut, node)
 
     def _sharpen(self) -> None:
         """Prove more of the pipelines that were solved, the least proven first, as long as these are what the bound is of and
         there is time: while others are looked for, no more is said of one than whether it may be better."""
         while self._cut and self.effort <= self.limit:
-            node = self._cut[0]
-            others = min([self._closed, self._cutoff, *(other.bound for other in self._left)])
+            node, others = self._cut[0], min([self._closed, self._cutoff, *(other.bound for other in self._left)])
             if node.bound >= others or node.level is not Level.TIMED or node.sharp is Sharp.STAGES:
                 break
-            if node.sharp is Sharp.RANKS:  # before the dearest proof
+            if node.sharp is Sharp.RANKS and not node.closely:  # before the dearest proof
+                heapq.heapreplace(self._cut, replace(node, closely=True))
                 self._solve_closely(node)
+                continue
             heapq.heapreplace(self._cut, self.bounds.time(node, self._cutoff, Sharp(node.sharp + 1)))
 
     def _solve_closely(self, node: Branch) -> None:

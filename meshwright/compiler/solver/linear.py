@@ -23,7 +23,7 @@ SAFE = 1 + 5e-6
 _NEAR = 0.001
 """Where numbers are whole, a bound so near to the best that was found is enough."""
 _FIRST = 1_000_000
-"""The case of the least bound is looked at first (seen: of 1,000 cases a third to two thirds of what is left of a gap)."""
+"""Cases of the least bound go before others (seen: of 1,000 cases a third to two thirds of what is left of a gap)."""
 _STUCK = 2
 """A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s
 where it was)."""
@@ -100,6 +100,10 @@ class LinearProgram:
             if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
                 raise UnsolvedError
         return float(result.dual_bound()), self._values(result)
+
+    def let_go(self) -> None:
+        """``solution`` is not asked for again: what it goes on from is let go of."""
+        self._growing = None
 
     def whole(self, objective: Mapping[int, float], cases: int) -> tuple[float, np.ndarray | None]:
         """What the sum of weights x variables is at least where all that was made whole is, and values of all variables with
