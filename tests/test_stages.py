@@ -727,25 +727,6 @@ def test_ranks_and_stages_have_whole_units(
         assert part * found <= bound <= found * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("name", "pp", "m"), [("interleaved1f1b", 3, 6), ("interleaved1f1b", 2, 4), ("zbv", 3, 6)])
-def test_what_recomputes_may_hide_more_where_memory_is_ample(name: str, pp: int, m: int) -> None:
-    """A rank's last reductions hide behind the backwards of all its stages: one that is on no longest path may recompute."""
-    table, faster = schedule_table(name, pp, 2, m), 0
-    for seed in range(40):
-        rng, n = np.random.default_rng(seed), 2 * pp
-        plain = [Unit(str(i), *(0.3 + rng.random(3)), state=1.0, saved=0.1) for i in range(n)]
-        plain[rng.integers(n)] = Unit("long", 3.0, 3.0, 3.0, state=1.0, saved=0.1)
-        slow = [replace(u, backward_input=u.backward_input + u.forward, saved=0.01) for u in plain]
-        outside = OutsideSeconds(np.zeros(n), 60.0 * rng.random(n), np.zeros(n), 0.2)
-        crossing, numbers = [[0.0] * (n - 1)] * 2, [range(i, i + 1) for i in range(n)]
-        steps = [step_by_hand(table, [[way[i]] for i, way in enumerate(ways)], crossing, numbers, outside)
-                 for ways in itertools.product((plain, slow), repeat=n)]
-        faster += min(steps) < steps[0] * (1 - 1e-3)
-        known = Intervals.of([plain, slow], range(n + 1))
-        assert timed_bound(known, table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths()) <= min(steps) * (1 + 1e-9)
-    assert faster or name == "zbv"
-
-
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))
 def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str, int, int, int]) -> None:
     """It saves little and needs much, as a head does. The rank that has it is at its fullest while another stage runs, and the

@@ -141,14 +141,14 @@ class TimedBound:
             program.let_go()
             if program.alike and (sharp or self._near) and len(program.parts) <= largest and self.seconds < self.cutoff:
                 program.make_ranks_whole()
-                self._turn(most=_CASES[0])
+                self._turn(_CASES[0], _NUMBERS)
         self._asked = sharp
         if self.seconds >= self.cutoff or not (sharp is Sharp.STAGES or self._near):
             return self.seconds
         if not program.staged and (program.alike or program.table.stages <= _STAGES):
             program.make_stages_whole()
         if program.staged and len(program.parts) <= (_LARGEST if sharp is Sharp.STAGES else _SMALL):
-            self._turn(most=_CASES[1])
+            self._turn(_CASES[1], _MANY)
         return self.seconds
 
     @property
@@ -176,12 +176,13 @@ class TimedBound:
             if not (program.overflows(point) or program.remembers(point, found)):
                 self._best, _ = program.toward(self._best, point)
 
-    def _turn(self, most: int) -> None:
-        """Units are whole as the program says, with the paths that it teaches; ``most`` cases are told apart."""
-        program, before, end = self._program, list[float](), self._program.size + _MANY
+    def _turn(self, most: int, numbers: int) -> None:
+        """Units are whole as the program says, with the paths that it teaches; ``most`` cases are told apart, and after a few
+        turns there are no more once programs had so many ``numbers``."""
+        program, before, end = self._program, list[float](), self._program.size + numbers
         for _ in range(_TURNS):
             still = len(before) >= _WAITS and before[-1] <= before[-_WAITS] * (1 + _MORE)
-            if still or program.size > end:
+            if still or (len(before) >= _WAITS and program.size > end) or program.size > end + _MANY:
                 break
             cases, steps = min(most, int(np.clip(_MANY / self._each, *_CASES))), program.steps
             try:
@@ -237,15 +238,14 @@ class _Program(LinearProgram):
             self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, cutoff * SAFE / self.scale)
 
     def _ways(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers [10, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
+        """Numbers [10, ways] and the class of every way; where memory does not bind every unit runs in the fastest (one that
+        recomputes in a stage that nothing waits for would hide more of its rank's reductions: assumed not to be done)."""
         state, saved, pending, summed = numbers[3:7]
         most = [np.max([np.max(counts[0]) * saved + np.max(counts[1]) * pending for counts in moments], axis=0) + state + summed
                 for moments, _ in self.moments]
         held = np.array([(bytes_.max(axis=1) * self.members).sum() + beside.max()
                          for bytes_, (_, beside) in zip(most, self.moments, strict=True)])
-        hides = 1.0 - self.outside.slowed  # a rank that recomputes in one of its stages hides more of its reductions
-        hidden = (hides * numbers[8] <= numbers[1:3].sum(axis=0)).all() or self.table.stages == self.table.pp
-        if hidden and (held <= self.room).all():
+        if (held <= self.room).all():
             return numbers.min(axis=2), np.arange(len(self.members))
         found = [(number, way) for number in range(len(self.members))
                  for way in np.unique(numbers[:, number], axis=1).T]
