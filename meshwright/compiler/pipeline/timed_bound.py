@@ -145,9 +145,11 @@ class TimedBound:
         self._asked = sharp
         if self.seconds >= self.cutoff or not (sharp is Sharp.STAGES or self._near):
             return self.seconds
-        if not program.staged and (program.alike or program.table.stages <= _STAGES):
+        largest = _LARGEST if sharp is Sharp.STAGES else _SMALL
+        small = len(program.parts) <= largest and (program.alike or program.table.stages <= _STAGES)
+        if small and not program.staged:
             program.make_stages_whole()
-        if program.staged and len(program.parts) <= (_LARGEST if sharp is Sharp.STAGES else _SMALL):
+        if program.staged and len(program.parts) <= largest:
             self._turn(_CASES[1], _MANY)
         return self.seconds
 

@@ -49,7 +49,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         alike = slower if sweep.unlike else "of what was not made into a plan"
         yield f"data ranks and micro-batches divide the batch; {alike}, blocks keep parameters alike"
     pins, cluster = sweep.task.pins, sweep.task.cluster
-    if len(sweep.task.recompute) > 1 and any(one.candidate.pp > 1 for one in sweep.solved):
+    staged = cluster.world > 1 and pins.pp != 1 and (sweep.solved or sweep.pruned)
+    if staged and len(sweep.task.recompute) > 1:
         yield "stages recompute no more than memory asks for"
     if not pins.says("shard") and cluster.world > 2 and (sweep.solved or sweep.pruned):
         yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"

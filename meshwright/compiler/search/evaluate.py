@@ -283,13 +283,13 @@ class Evaluator:
         boundary = passed_on(schedule, pp, several[0], count) * min(placement.sent[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
-        bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked := cutoff / slack)
+        bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
         self.work["packing"] += 1
         self.work["ranks alone"] += bound.by == "stages"
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["rank of whole units"] += pp * (bound.by == "whole")
         found = bound.seconds * slack
-        return max(cutoff, found) if bound.seconds >= asked > 0 else found
+        return max(cutoff, found) if bound.seconds >= cutoff / slack > 0 else found
 
     def timed(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, known: float, cutoff: float,
