@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from meshwright.compiler.placement.costs import SEND
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import decisions
 from meshwright.compiler.rules.custom.inner import inner
+from meshwright.compiler.search.bounds import ROUNDING
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
@@ -174,6 +176,30 @@ def test_experts_shared_out_are_placed_as_a_solution_of_the_whole_would() -> Non
                 np.testing.assert_allclose(vector, want.activations[kind], rtol=1e-2, atol=1e-9)
         sent.append(sum(derived.rows[row].activations["none"][SEND] for row in derived.sequence if derived.rows[row].mixtures))
     assert sent[0] < sent[2]  # rows of one sample travel, not those of the whole batch
+
+
+@pytest.mark.parametrize("make", [qwen3, deepseek])
+def test_splitting_experts_adds_no_more_than_a_solution_of_the_whole(make: Callable[..., nn.Module]) -> None:
+    """From the calls of the whole batch at once, however many experts a rank has; nearly all where they are too few for tensor
+    ranks to have some of their own: each sends every row then."""
+    width = {"num_experts": 16} if make is qwen3 else {"n_routed_experts": 16}
+    with torch.device("meta"):
+        model = Trained(make(hidden_size=2048, moe_intermediate_size=512, num_experts_per_tok=4, **width))
+    ids = torch.zeros(64, 1024, dtype=torch.int64, device="meta")
+    graph = captured(model, {"input_ids": ids, "labels": ids}, "bf16")
+    placements = Placements(
+        graph, Cluster.parse("h100:4x8"), rules_of(graph)[0], Pins(), itemsize=2, state_bytes=8.0, recompute=("none",)
+    )
+    shares, few = list[float](), list[float]()
+    for tensor, expert, data in itertools.product((1, 2, 8), (2, 4, 16), (4, 16)):
+        if data % expert == 0 and data * tensor <= 32:
+            whole, samples = placements.of(tensor, 64).bound, 64 // data
+            adds = placements.splitting_adds(tensor, samples, 1, expert, 1, False, data)
+            solved = placements._solve(tensor, samples, 1, expert, 1).seconds
+            shares.append((whole / data * (1 - ROUNDING) + adds) / solved)
+            few += [adds / (solved - placements.of(tensor, samples).seconds)] * (tensor * expert > 16)
+    assert max(shares) <= 1
+    assert min(few) > 0.8
 
 
 def test_tensor_ranks_may_share_out_tokens_and_experts_too() -> None:

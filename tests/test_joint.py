@@ -20,9 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
-from meshwright.compiler.placement.placement import TENSOR, Placements
+from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.placement.rows import DATA
+from meshwright.compiler.placement.rows import DATA, TENSOR
 from meshwright.compiler.search.blockwise import WIDEST, one_device
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (

@@ -15,7 +15,7 @@ before. What of these is fastest is taken to be what a solution of the whole wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,7 +39,7 @@ from meshwright.compiler.placement.rows import (
 )
 from meshwright.cost.memory.working import copied
 from meshwright.ir.declared.operator import Operator
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import SEQUENCE
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import VARYING, OpRule, Placed, factors_of, place
@@ -89,8 +89,7 @@ class Ranks:
 def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None:
     """The placement on the mesh of ``ranks``, from one on the mesh of ``before``, whose data ranks are as many; None where a
     mixture cannot be split so, placed as it is."""
-    mesh = ranks.costs.mesh
-    into = (DATA,) if EP not in mesh.axes else (DATA, EP) if mesh.size(DATA) > 1 else (EP,)
+    into = _into(ranks)
     splits: dict[object, dict[str, str]] = {}
     rows = []
     for row in base.rows:
@@ -105,6 +104,49 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
     return replace(
         base, rows=tuple(rows), seconds=seconds, bound=seconds * base.slack, shared=SharedExperts(into, splits),
     )
+
+
+def dearer(base: Placement, ranks: Ranks, before: Ranks) -> float:
+    """Seconds by which any placement on the mesh of ``ranks`` is slower at least than the best on that of ``before``, whatever
+    its mixtures read and leave: below 0 where splitting experts saves, -inf where its calls are like none of the other mesh.
+    With all experts on every rank it would be a placement of that mesh, so
+
+        seconds of it >= seconds of the best there + min over its calls of (
+            max over calls there that read and leave tokens as it does of (least of what either may wait for))
+
+    where what a row waits for is the longest of several sums (``Placement.time_rows``).
+    """
+    into, known, found = _into(ranks), dict[object, float](), 0.0
+    rules = ranks.scope.structure.rules
+    for number in base.sequence:
+        row = base.rows[number]
+        for mixture in row.mixtures:
+            op, key = mixture.op, (call_key(mixture.op.args[0], mixture.assignment), row.ahead)
+            if key not in known:
+                rule, operator, makes = rules[op.name], rules.operators[op.target], mixture.recomputed[NONE]
+                whole: dict[tuple[Sharding, ...], list[Array]] = {}
+                for _, placed, vector in _calls(mixture, rule, operator, before):
+                    whole.setdefault(tuple(over_all(one, into) for one in _ends(op, placed)), []).append(vector)
+                known[key] = min(
+                    (max((_least(base, (vector - one) @ makes, row.ahead) for one in whole.get(_ends(op, placed), ())),
+                         default=-np.inf)
+                     for _, placed, vector in _splits(mixture, rule, operator, ranks)), default=np.inf,
+                )
+            found += known[key]
+        found += sum(_least(base, (ranks.move(move, into) - before.move(move)) @ move.recomputed[NONE], row.ahead)
+                     for move in row.moves)
+    return found
+
+
+def _least(base: Placement, more: Array, ahead: float) -> float:
+    """Seconds at least by which a row takes longer for so much more."""
+    return float((base.time_rows @ more).min() + (base.time_rows @ (more @ AHEAD)).min() * ahead)
+
+
+def _into(ranks: Ranks) -> tuple[str, ...]:
+    """The axes in the place of the data axis."""
+    mesh = ranks.costs.mesh
+    return (DATA,) if EP not in mesh.axes else (DATA, EP) if mesh.size(DATA) > 1 else (EP,)
 
 
 def _row(
@@ -137,18 +179,31 @@ def _best(
     mixture: Mixture, rule: OpRule, operator: Operator, ranks: Ranks, into: tuple[str, ...]
 ) -> dict[str, str] | None:
     """The fastest way to split a mixture's experts that reads and leaves tokens as before."""
-    op, tokens, mesh = mixture.op, len(mixture.op.inputs) - len(mixture.op.args[4]), ranks.costs.mesh
+    wanted = tuple(over_all(one, into) for one in _ends(mixture.op, mixture.placed))
+    alike = [(float(vector[[FORWARD, BACKWARD, SEND, SEND_BACK]].sum()), assignment)
+             for assignment, placed, vector in _splits(mixture, rule, operator, ranks) if _ends(mixture.op, placed) == wanted]
+    return min(alike, key=lambda one: one[0], default=(0.0, None))[1]
+
+
+def _splits(
+    mixture: Mixture, rule: OpRule, operator: Operator, ranks: Ranks
+) -> Iterator[tuple[dict[str, str], Placed, Array]]:
+    """All calls in which every rank that may share out the experts does."""
+    mesh = ranks.costs.mesh
     over = [axis for axis in mesh.axes if axis == EP or (ranks.scope.folded and ranks.scope.roles[axis] == SEQUENCE)]
+    for assignment, placed, vector in _calls(mixture, rule, operator, ranks):
+        if all(len(factors_of(assignment.get(axis, VARYING))) > 1 for axis in over if mesh.size(axis) > 1):
+            yield assignment, placed, vector
 
-    def ends(placed: Placed) -> list[Sharding]:
-        return [*placed.operands[:tokens], *placed.results]
 
-    wanted = [over_all(one, into) for one in ends(mixture.placed)]
-    best: tuple[float, dict[str, str]] | None = None
-    for assignment in choices(op, rule, ranks.scope, ranks.schedule.time.get(op.name)):
-        where, vector = ranks.call(mixture, rule, operator, assignment)
-        seconds = float(vector[[FORWARD, BACKWARD, SEND, SEND_BACK]].sum())
-        splits = all(len(factors_of(assignment.get(axis, VARYING))) > 1 for axis in over if mesh.size(axis) > 1)
-        if splits and ends(where) == wanted and (best is None or seconds < best[0]):
-            best = seconds, assignment
-    return None if best is None else best[1]
+def _calls(
+    mixture: Mixture, rule: OpRule, operator: Operator, ranks: Ranks
+) -> Iterator[tuple[dict[str, str], Placed, Array]]:
+    """All ways to split a call: the factors of the axes, where its tensors lie, its resources."""
+    for assignment in choices(mixture.op, rule, ranks.scope, ranks.schedule.time.get(mixture.op.name)):
+        yield assignment, *ranks.call(mixture, rule, operator, assignment)
+
+
+def _ends(op: Op, placed: Placed) -> tuple[Sharding, ...]:
+    """How a mixture reads tokens and leaves them."""
+    return *placed.operands[: len(op.inputs) - len(op.args[4])], *placed.results

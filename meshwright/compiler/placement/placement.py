@@ -23,73 +23,52 @@ another placement than that of one micro-batch of as many samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, check_sequence, choices, pays_mirrored
 from meshwright.compiler.placement.costs import (
-    BACKWARD,
-    FORWARD,
-    HOST,
-    RESOURCES,
     SAVED,
-    SECONDS,
-    TRANSIENT,
     Costs,
     Variant,
     Vector,
 )
 from meshwright.compiler.placement.dead_end import nothing_runs
-from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
+from meshwright.compiler.placement.expert_ranks import Ranks, dearer, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.pinned import told_apart
-from meshwright.compiler.placement.problem import AHEAD, UNIT, Problem
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.placement.reader import LIGHT, SolutionReader
 from meshwright.compiler.placement.rows import (
+    CONTEXT,
     DATA,
     EP,
-    NONE,
-    DataMove,
-    Mixture,
-    PlacedPosition,
+    TENSOR,
     Placement,
-    PrologueSeconds,
-    Solved,
-    Use,
 )
-from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
+from meshwright.compiler.solver.chain import Chain, Infeasible
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.activations import local_shapes, operand_shapes
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.microbatch import prologue
-from meshwright.compiler.structure.positions import operands, results
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.memory.replay import passing
-from meshwright.cost.memory.working import BackwardStep, backward_peak, beside_output, handed_back, held_outputs
-from meshwright.ir.declared.again import made_again
-from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
-from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import HEADS, SAMPLED, Mesh, role_of
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import HEADS, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
-from meshwright.ir.program import JOINED
-from meshwright.ir.reshard import reshard
-from meshwright.ir.rule import Placed, Rules
-from meshwright.ir.sharding import Sharding
+from meshwright.ir.rule import Rules
 
-CONTEXT, TENSOR = "cp", "tp"
 GAP, _SECONDS = 1e-4, 1.0
 """Chosen: the relative distance from its bound at which a placement is solved, or nominal seconds; bounds count it."""
-_LIGHT = 1e-3
-"""Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
 
 
 class Placements:
@@ -188,24 +167,42 @@ class Placements:
         """The placement from that in which every rank has all experts, where that has as many data ranks; None where no experts
         are split, or they are no mixtures that are priced apart. Raises PlanError as ``of`` does."""
         key = tensor, samples, context, expert, heads, folded, several and bool(self.ahead)
-        held = self.fixed or self.structure.stacked.products  # what is held, or reads experts by products
-        if key in self._known or held or not (expert > 1 or folded):
-            return self._known.get(key)
-        data = self._data(tensor, samples, context, 1)
-        if data % expert:
-            return None
-        base = self.of(tensor, samples, context, heads=heads, several=several)
-        meshes = [self._mesh(data, tensor, context, one, heads) for one in (expert, 1)]
+        if key not in self._known and self._shares(expert, folded):
+            data = self._data(tensor, samples, context, 1)
+            if data % expert == 0:
+                base = self.of(tensor, samples, context, heads=heads, several=several)
+                found = shared_out(base, *self._ranks(tensor, samples, context, expert, heads, folded, data))
+                self._known |= {} if found is None else {key: found}
+        return self._known.get(key)
+
+    def splitting_adds(
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, data: int
+    ) -> float:
+        """Seconds of so many samples at once on each of ``data`` ranks by which sharing out the experts makes any placement
+        slower at least (below 0: faster), whatever their calls read and leave; 0 where that is not known. It is counted of the
+        calls of the placement of the whole batch at once. Raises PlanError as ``of`` does."""
+        if not self._shares(expert, folded):
+            return 0.0
+        base = self.of(tensor, batch_size(self.folded.graph), context, heads=heads)
+        more = dearer(base, *self._ranks(tensor, samples, context, expert, heads, folded, data))
+        return more if math.isfinite(more) else 0.0
+
+    def _shares(self, expert: int, folded: bool) -> bool:
+        """Whether experts are split that are priced apart: nothing is held, and none are read by products."""
+        return (expert > 1 or folded) and not (self.fixed or self.structure.stacked.products)
+
+    def _ranks(
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, data: int
+    ) -> tuple[Ranks, Ranks]:
+        """What prices a call where experts are split, and where every rank has all."""
         count = batch_size(self.folded.graph) // samples // data
         schedule = self.structure.schedule(count)
-        there, here = (
-            Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
-            for mesh, over in zip(meshes, (folded, False), strict=True)
-        )
-        found = shared_out(base, there, here)
-        if found is not None:
-            self._known[key] = found
-        return found
+
+        def of(expert: int, over: bool) -> Ranks:
+            mesh = self._mesh(data, tensor, context, expert, heads)
+            return Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
+
+        return of(expert, folded), of(1, False)
 
     def _data(self, tensor: int, samples: int, context: int, expert: int) -> int:
         """The most data ranks, of which ``expert`` share out the experts."""
@@ -246,7 +243,10 @@ class Placements:
             solution = solve(self._stretched(chain), gap=GAP, limit=_SECONDS)
         except Infeasible:
             raise PlanError(nothing_runs(problem)) from None
-        return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
+        reader = SolutionReader(
+            self.folded, self.rules, self.recompute, self.once, self.passed, problem, chain, solution, count,
+        )
+        return reader.placement(tensor, samples)
 
     def _scope(self, mesh: Mesh, count: int, folded: bool, roles: Mapping[str, str] | None = None) -> Scope:
         roles = roles or {axis: role_of(axis) for axis in mesh.axes}
@@ -263,7 +263,7 @@ class Placements:
         least = np.sum([each[k] for k in sequence], axis=0)
         most = {k: sum(_most_saved(t) for t in (*one.unary, *(e.table for e in one.edges))) for k, one in blocks.items()}
         saved = sum(most[k] for k in sequence)
-        rows[:, SAVED] += _LIGHT * float((rows @ least).max()) / saved if saved else 0.0
+        rows[:, SAVED] += LIGHT * float((rows @ least).max()) / saved if saved else 0.0
         return replace(chain, sequence=sequence, time_rows=rows)
 
 
@@ -271,329 +271,3 @@ def _most_saved(table: Vector) -> float:
     """Of all choices of a table [.., RESOURCES] that can be, the most bytes that are saved."""
     bytes_ = table[..., SAVED]
     return float(bytes_[np.isfinite(bytes_)].max(initial=0.0))
-
-
-@dataclass
-class _Reader:
-    """Reads a solution of the folded graph back for the whole one."""
-
-    owner: Placements
-    problem: Problem
-    chain: Chain
-    solution: Solution
-    count: int
-
-    def placement(self, tensor: int, samples: int) -> Placement:
-        folded, numbers = self.owner.folded, dict[tuple[int, tuple[int, ...]], int]()
-        rows: list[PlacedPosition] = []
-        sequence: list[int] = []
-        charged: set[str] = set()
-        for n, at in enumerate(folded.serves):
-            key = (self.chain.sequence[at], self.solution.choices[n])
-            if key not in numbers:
-                numbers[key] = len(rows)
-                rows.append(self._row(at, self.solution.choices[n], charged))
-            sequence.append(numbers[key])
-        once = [row.activations[NONE] for row in rows]
-        times = [self.chain.time(one) + self.chain.time(one @ AHEAD) * row.ahead for one, row in zip(once, rows, strict=True)]
-        seconds = float(sum(times[r] for r in sequence))
-        slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
-        again = made_again(folded.graph, self.owner.rules.operators)
-        return Placement(
-            tensor, samples, tuple(rows), tuple(sequence), self._crossing(frozenset()), self._crossing(again),
-            self._again(again), *self._outputs(), self._alone(samples), seconds, seconds * slack, self.chain.time_rows,
-            Solved(folded, self.problem, self.solution.choices),
-        )
-
-    # one position
-
-    def _row(self, at: int, chosen: Sequence[int], charged: set[str]) -> PlacedPosition:
-        model, position = self.problem.model(at), self.problem.positions[at]
-        roots = {var for name, var in model.shared if name == ROOT}
-        edges = tuple(e for e in model.edges if e.j not in roots)
-        plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
-        # what is handed back is held by the step, not by what is in flight
-        for bytes_, kept in self._handed_back(at, self.problem.serves(at), chosen):
-            plain[SAVED] -= bytes_ * (handed_back(self.count) - kept)
-        beside, waiting = self._gradients(at, chosen)
-        alive, made = self._backward_peak(at, chosen)
-        entering = sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.i in model.entry)
-        plain[TRANSIENT] = max(plain[TRANSIENT], alive) - beside
-        block = position.block >= 0
-        activations, within, once = {}, dict[str, Vector](), self._once(at, chosen)
-        ways = self.problem.open(at) if block else self.problem.block_variants[:1]
-        costs = self.problem.costs(at, ways, chosen) if len(ways) > 1 else []
-        for number, name in enumerate(self.owner.recompute):
-            more = costs[number] - costs[0] if 0 < number < len(costs) else np.zeros(RESOURCES)
-            kind, first = name if 0 < number < len(costs) else NONE, self.problem.serves(at)
-            apart = sum((row @ self.problem.recomputed(first, i, kind) for i, row in once.items()), np.zeros(RESOURCES))
-            if kind != NONE and (there := float(plain[TRANSIENT] + more[TRANSIENT])) > 0.0:
-                more = more - UNIT[TRANSIENT] * min(there, self.problem.released_again(first, kind, chosen))
-            activations[name] = self._per_microbatch(plain + more - apart)
-            within[name] = self._per_microbatch(apart)
-        return PlacedPosition(
-            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
-            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting, made, entering,
-            self._prologue(at, once, within),
-        )
-
-    def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:
-        """{operator that runs once a step: its seconds among the resources of its row}."""
-        model, found = self.problem.model(at), dict[int, Vector]()
-        for i, op in enumerate(self.problem.positions[self.problem.serves(at)].ops(self.owner.folded.graph)):
-            if op.name in self.owner.once:
-                found[i] = np.zeros(RESOURCES)
-                found[i][[FORWARD, HOST]] = model.unary[i][chosen[i]][[FORWARD, HOST]]
-        return found
-
-    def _prologue(self, at: int, once: Mapping[int, Vector], within: Mapping[str, Vector]) -> PrologueSeconds:
-        ops = self.problem.positions[self.problem.serves(at)].ops(self.owner.folded.graph)
-        of_samples = {i for i in once if self.owner.once[ops[i].name]}
-        whole = sum(float(row[FORWARD]) for i, row in once.items() if i not in of_samples)
-        each = sum(float(once[i][FORWARD]) for i in of_samples) / self.count
-        return PrologueSeconds(whole, each, sum(float(row[HOST]) for row in once.values()), within if once else {})
-
-    def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:
-        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
-        first, found = self.problem.serves(at), list[Mixture]()
-        for i, op in enumerate(self.problem.positions[first].ops(graph)):
-            if op.target != EXPERTS:
-                continue
-            rule, made = self.owner.rules[op.name], [tables.shapes[name] for name in op.outputs]
-            placed, assignment = model.placed[i][chosen[i]], model.op_choices[i][chosen[i]]
-            shapes = operand_shapes(op, graph, rule, tables.schedule), made
-            found.append(Mixture(op, placed, assignment, self._recomputed(at, block, i), shapes, self._space(op, placed)))
-        return tuple(found)
-
-    def _recomputed(self, at: int, block: bool, var: int, reader: int = -1) -> dict[str, Vector]:
-        """For every recomputation what it makes of the resources of an operator, or of a way to a reader."""
-        variants, first = len(self.problem.open(at)) if block else 1, self.problem.serves(at)
-        return {
-            name: self.problem.recomputed(first, var, name if block and 0 < number < variants else NONE, reader)
-            for number, name in enumerate(self.owner.recompute)
-        }
-
-    def _data_moves(self, at: int, chosen: Sequence[int], block: bool) -> tuple[DataMove, ...]:
-        """What data ranks exchange of the values of a position, where experts may be split over some of them."""
-        graph, model = self.owner.folded.graph, self.problem.model(at)
-        if not any(op.target == EXPERTS for op in graph.ops):
-            return ()
-        ops = self.problem.positions[self.problem.serves(at)].ops(graph)
-        made, found = results(ops), list[DataMove]()
-        for name, readers in operands(ops).items():
-            if name in self.problem.builder.params or (name not in made and name not in model.states):
-                continue
-            maker, result = made.get(name, (-1, 0))
-            var, states = model.states.get(name, (-1, []))
-            have = states[chosen[var]] if maker < 0 else model.placed[maker][chosen[maker]].results[result]
-            ways = [(i, model.placed[i][chosen[i]].operands[k]) for i, k in readers]
-            if name in model.copies:  # all readers share the first way
-                var, options = model.copies[name]
-                shared = options[chosen[var]]
-                found += self._data_move(at, block, name, (maker, have), (-1, shared))
-                have = shared
-            for reader, want in ways:
-                found += self._data_move(at, block, name, (maker, have), (reader, want))
-        return tuple(found)
-
-    def _data_move(
-        self, at: int, block: bool, name: str, source: tuple[int, Sharding], target: tuple[int, Sharding]
-    ) -> list[DataMove]:
-        """The way from one sharding to another if data ranks have a part in it; with who makes and who reads it."""
-        (maker, have), (reader, want), tables = source, target, self.problem.tables
-        if have == want or all(step.axis != DATA for step in reshard(have, want)):
-            return []
-        value = self.owner.folded.graph.values[name]
-        return [DataMove(
-            have, want, tables.whole(name), tables.times(name) / self.count, value.differentiable,
-            name in tables.saved.by_linears, self._recomputed(at, block, maker, reader),
-        )]
-
-    def _per_microbatch(self, vector: Vector) -> Vector:
-        """Seconds of a step -> of a micro-batch; bytes are of one already."""
-        result = vector.copy()
-        result[:SECONDS] /= self.count
-        return result
-
-    def _weight(self, at: int, chosen: Sequence[int]) -> float:
-        """Seconds of a micro-batch's backward that only weights wait for."""
-        graph, problem = self.owner.folded.graph, self.problem
-        position, model = problem.positions[at], problem.model(at)
-        weights = {param.value for param in graph.params if param.trainable}
-        total = 0.0
-        for i, op in enumerate(position.ops(graph)):
-            operator = self.owner.rules.operators[op.target]
-            if operator.kind == "view" and op.inputs and op.inputs[0] in weights:
-                weights.update(op.outputs)
-            if operator.kind != "matmul" or not weights.intersection(op.inputs):
-                continue
-            both = Work.of(op, graph, *self._local(op, model.placed[i][chosen[i]]))
-            assignment = model.op_choices[i][chosen[i]]
-            total += problem.tables.costs.waited_for(op, operator, assignment, both, weights)
-        return total
-
-    def _backward_peak(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
-        """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's
-        weights in the compute dtype among them, and all of the latter. None of a mixture: experts may be shared out later."""
-        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
-        ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
-        if EXPERTS in {op.target for op in ops}:
-            return 0.0, 0.0
-        released, steps = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))], list[BackwardStep]()
-        readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
-        for e in model.edges:
-            if (last := readers.get(e.j, e.j)) < len(ops):
-                released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
-        weights, inside = {param.value for param in graph.params}, {name for op in ops for name in op.inputs}
-        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
-        for i in reversed(range(len(ops))):
-            op, placed = ops[i], model.placed[i][chosen[i]]
-            lost, passed = operators[op.target].kind == "loss", self.owner.passed[op.name]
-            space = max(float(model.unary[i][chosen[i]][TRANSIENT]), 0.0 if lost else self._space(op, placed))
-            operands = [(name, tables.bytes(name, state)) for name, state in zip(op.inputs, placed.operands, strict=True)
-                        if graph.values[name].differentiable and name not in weights]
-            results = {name: tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
-                       if graph.values[name].differentiable}
-            made = sum(graph.values[name].numel / tables.mesh.size(state.split_axes) * tables.costs.itemsize
-                       for name, state in zip(op.inputs, placed.operands, strict=True) if name in trained)
-            steps.append(BackwardStep(results, operands, passed, made, space, released[i], lost))
-        leaving = {name: bytes_ for step in steps for name, bytes_ in step.results.items() if name not in inside}
-        return backward_peak(steps, leaving), sum(step.weights for step in steps)
-
-    def _space(self, op: Op, placed: Placed) -> float:
-        """Bytes beside all else while the backward of a call runs."""
-        space = self.owner.rules.operators[op.target].cost.space
-        return 0.0 if space is None else space(Work.of(op, self.owner.folded.graph, *self._local(op, placed)))[1]
-
-    def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
-        """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made, less
-        what a loss and all behind the last weight had kept (``torch.distributed.pipelining`` lets go of it in I)."""
-        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
-        weights = {param.value for param in graph.params if param.trainable}
-        ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
-        beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
-        reading = [i for i, op in enumerate(ops)
-                   if not weights.isdisjoint(op.inputs) and kinds[op.target].kind in ("matmul", "norm")]
-        if lost:
-            above = range(max(reading, default=-1) + 1, len(ops))
-            returned = {model.makers[name] for name in graph.outputs if name in model.makers}
-            waiting -= sum(float(model.unary[i][chosen[i]][SAVED]) for i in above if i not in returned)
-            waiting -= sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.j in above)
-        for i, op in enumerate(ops):
-            placed = model.placed[i][chosen[i]]
-            if i in reading:
-                waiting += sum(tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
-                               if graph.values[name].differentiable)
-            for name, state in zip(op.outputs, placed.results, strict=True):
-                if name in graph.outputs:
-                    beside += beside_output(op, placed, state, weights, graph, tables.mesh, tables.costs.itemsize)
-        return beside, waiting
-
-    def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        tables = self.problem.tables
-        read = operand_shapes(op, self.owner.folded.graph, self.owner.rules[op.name], tables.schedule)
-        made = [tables.shapes[name] for name in op.outputs]
-        return local_shapes(placed, read, tables.mesh, False), local_shapes(placed, made, tables.mesh, True)
-
-    def _uses(self, at: int, chosen: Sequence[int], charged: set[str]) -> tuple[Use, ...]:
-        """The parameters of a position; tied ones at every position that reads them."""
-        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
-        found = [(name, needs[chosen[var]]) for var, name, needs in model.parameter_uses]
-        known = {name for name, _ in found}
-        for name, (var, options) in model.states.items():
-            if name in self.problem.tied and name not in known:
-                split = (*options[chosen[var]].split_axes, TENSOR)
-                rest = frozenset(axis for axis in tables.mesh.axes if axis not in split)
-                found.append((name, Sharding(options[chosen[var]].dims, frozenset(), rest)))
-        group = float(sum({n: graph.values[n].numel for n, _ in found if tables.trainable[n]}.values()))
-        small = {name: graph.values[name].numel for name, need in found if tables.trainable[name] and TENSOR in need.varying}
-        late = float(sum(numel for numel in small.values() if numel <= JOINED))
-        uses = []
-        for name, need in found:
-            uses.append(Use(graph.values[name], need, tables.trainable[name], group, name not in charged, late))
-            if name in self.problem.tied:
-                charged.add(name)
-        return tuple(uses)
-
-    # what crosses
-
-    def _crossing(self, without: frozenset[str]) -> tuple[float, ...]:
-        """Local bytes of what a cut behind each position hands on, but for some values: what the next one is handed, and what
-        later ones share."""
-        folded = self.owner.folded
-        live: dict[str, tuple[int, float]] = {}  # value -> (last position that reads it, bytes)
-        last = {name: n for n, position in enumerate(folded.positions) for name in position.shared_in}
-        crossing = []
-        for n, at in enumerate(folded.serves):
-            model, chosen = self.problem.model(at), self.solution.choices[n]
-            serving = self.problem.positions[self.problem.serves(at)]
-            total = sum(self._bytes(model, name, chosen) for name in serving.exit if name not in without)
-            own = folded.positions[n].shared_out
-            for name, theirs in zip(serving.shared_out, own, strict=True):
-                if theirs not in without:
-                    live[theirs] = (last.get(theirs, n), self._bytes(model, name, chosen))
-            total += sum(bytes_ for until, bytes_ in live.values() if until > n)
-            crossing.append(float(total))
-        return tuple(crossing)
-
-    def _again(self, values: frozenset[str]) -> tuple[tuple[int, int, float, float], ...]:
-        """``Placement.again`` of these values."""
-        graph, found = self.owner.folded.graph, list[tuple[int, int, float, float]]()
-        last = {name: n for n, position in enumerate(self.owner.folded.positions) for name in position.shared_in}
-        for n, at in enumerate(self.owner.folded.serves):
-            own, model = self.owner.folded.positions[n], self.problem.model(at)
-            serving = self.problem.positions[self.problem.serves(at)]
-            handed = [(name, n + 1) for name in serving.exit if name in values]
-            handed += [(name, last.get(theirs, n)) for name, theirs in zip(serving.shared_out, own.shared_out, strict=True)
-                       if theirs in values]
-            wanted, row = {name for name, _ in handed}, np.zeros(RESOURCES)
-            for i, op in reversed(list(enumerate(serving.ops(graph) if handed else ()))):
-                if not wanted.isdisjoint(op.outputs) and op.name not in graph.parameter_free:
-                    wanted.update(op.inputs)
-                    row += self._per_microbatch(model.unary[i][self.solution.choices[n][i]])
-            if handed:
-                found.append((n, max(until for _, until in handed), float(row[FORWARD]), float(row[BACKWARD])))
-        return tuple(found)
-
-    def _outputs(self) -> tuple[float, float]:
-        """``Placement.outputs`` and ``outputs_kept``."""
-        numbers, graph = enumerate(self.owner.folded.serves), self.owner.folded.graph
-        made = {at: {name for op in position.ops(graph) for name in op.outputs}
-                for at, position in enumerate(self.problem.positions)}
-        last = {at for at, names in made.items() if names & {name for name in graph.outputs if graph.values[name].shape}}
-        pairs = [(at, self.solution.choices[n]) for n, at in numbers if at in last]
-        found = [one for at, chosen in pairs for one in self._handed_back(at, at, chosen)]
-        return sum(bytes_ for bytes_, _ in found), sum(bytes_ * kept for bytes_, kept in found)
-
-    def _alone(self, samples: int) -> tuple[float, float]:
-        """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""
-        graph, mesh = self.owner.folded.graph, self.problem.mesh
-        stays = self.problem.structure.made_alone
-        sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
-        part, whole, each = samples / batch_size(graph), 0.0, 0.0
-        staying = [{name: place for name, place in results(position.ops(graph)).items() if name in stays}
-                   for position in self.problem.positions]
-        for n, at in enumerate(self.owner.folded.serves):
-            for name, (i, k) in staying[at].items():
-                axes = set(self.problem.model(at).placed[i][self.solution.choices[n][i]].results[k].split_axes)
-                bytes_ = graph.values[name].bytes_ / mesh.size(tuple(axes - sampled))
-                if sampled and sampled <= axes:
-                    each += bytes_ * part
-                else:
-                    whole += bytes_
-        return whole, each
-
-    def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[float, int]]:
-        """(bytes of a micro-batch, how many times those are held anyway) of what the model hands back, of a position whose
-        model is that of ``at``."""
-        graph, placed, tables = self.owner.folded.graph, self.problem.model(at).placed, self.problem.tables
-        wanted = {name for name in graph.outputs if graph.values[name].shape}
-        return [
-            (tables.bytes(name, state), handed_back(1) - held_outputs(1, name in tables.saved.values, state))
-            for i, op in enumerate(self.problem.positions[position].ops(graph))
-            for name, state in zip(op.outputs, placed[i][chosen[i]].results, strict=True) if name in wanted
-        ]
-
-    def _bytes(self, model: Model, name: str, chosen: Sequence[int]) -> float:
-        var, options = model.states[name]
-        return self.problem.tables.bytes(name, options[chosen[var]])

@@ -15,7 +15,7 @@ from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding
 
-DATA, EP = "dp", "ep"
+DATA, EP, CONTEXT, TENSOR = "dp", "ep", "cp", "tp"
 NONE = "none"
 
 

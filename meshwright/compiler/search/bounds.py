@@ -1,7 +1,7 @@
 """Lower bounds of candidates, level by level, each sharper and dearer than the last.
 
     FLOPS       FLOPs at the best efficiency, or kernels that are started  three numbers for the model
-    TENSOR      the placement of all samples at once on these ranks        what splitting a sample costs it at least
+    TENSOR      the placement of all samples at once on these ranks        what splitting a sample or experts costs at least
     STATE       parameters split as far as they can be                     what keeping them takes, whatever the placement
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
@@ -56,9 +56,6 @@ ROUNDING = 0.03
 """Assumed, not proven: the seconds of one sample are at least 1 - ROUNDING times its share of the seconds of a large batch, for
 rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
 whose bound rests on this says so (``Branch.firm`` is the bound without)."""
-
-_FEWER = 16
-"""So many times fewer data ranks are the next whose samples few are bounded by (chosen: each is a placement to be solved)."""
 
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
@@ -144,7 +141,7 @@ class CandidateBounds:
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
         self._known: dict[Placing, Placement | None] = {}
-        self._whole: dict[tuple[int, int, int, int, int, bool], tuple[float, float] | None] = {}
+        self._adds: dict[tuple[int, int, int, int, int, bool, int], float] = {}
         self._rings: dict[tuple[int, int, int], float] = {}
         self._works: dict[int, tuple[MicrobatchSeconds, np.ndarray]] = {}
 
@@ -238,32 +235,36 @@ class CandidateBounds:
         return [replace(node, level=Level.TENSOR, bound=max(node.bound, bound))]
 
     def _of_many(self, candidate: Candidate) -> MicrobatchSeconds | None:
-        """One micro-batch's share of what many samples take at once: the whole batch or, where experts may be split over data
-        ranks, what as many of these as there can be have of it, or ``_FEWER`` times as few, ..., so that each degree of experts
-        is priced from one placement. Near ranks that exchange a sequence for heads save at most what it waits for without
+        """One micro-batch's share of what the whole batch takes at once and, where experts are split, of what that adds on as
+        many data ranks as there can be. Near ranks that exchange a sequence for heads save at most what it waits for without
         them. Where modules were measured few samples may take less than their share, so nothing is said."""
         if self.task.modules is not None:
             return None
-        batch, ranks = batch_size(self.task.graph), self.task.cluster.world // (candidate.tensor * candidate.context)
-        while ranks > 1 and (batch // ranks < candidate.samples or batch % ranks):
-            ranks = ranks // _FEWER if ranks % _FEWER == 0 else 1
-        samples = batch // ranks if self.task.experts > 1 else batch
+        batch, tensor, context = batch_size(self.task.graph), candidate.tensor, candidate.context
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
         heads = 1 if plain else candidate.heads
-        where = candidate.tensor, samples, candidate.context, candidate.expert, heads, candidate.folded
-        if where not in self._whole:
-            whole = self._placement((candidate.tensor, samples, candidate.context, 1, heads, False, False))
-            if whole is not None and samples < batch:
-                whole = self.placements.shared_out(*where) or whole
-                self.evaluator.work["experts shared out"] += 1
-            self._whole[where] = None if whole is None else (whole.bound, _weight(whole))
-        known = self._whole[where]
-        if known is None:
+        whole = self._placement((tensor, batch, context, 1, heads, False, False))
+        if whole is None:
             return None
-        seconds, share = known[0], candidate.samples / samples * (1 - ROUNDING)
+        share, waits = candidate.samples / batch * (1 - ROUNDING), 0.0
         if plain:
-            seconds = max(0.0, seconds - self._waits(candidate.tensor, samples, candidate.context))
-        return self.floors.at_least(MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share))
+            waits = self._waits(tensor, batch, context)
+        adds = self._splitting_adds(candidate, heads) * candidate.samples * (1 - ROUNDING)
+        total, path = (max(0.0, seconds - waits) * share for seconds in (whole.bound, whole.bound - _weight(whole)))
+        return self.floors.at_least(MicrobatchSeconds(max(0.0, total + adds), max(0.0, path + min(0.0, adds))))
+
+    def _splitting_adds(self, candidate: Candidate, heads: int) -> float:
+        """Seconds of a sample that sharing out the experts adds to it."""
+        if candidate.expert == 1 and not candidate.folded:
+            return 0.0
+        batch, data = batch_size(self.task.graph), self.task.cluster.world // (candidate.tensor * candidate.context)
+        if batch % data or data % candidate.expert or batch // data < candidate.samples:
+            data = candidate.data
+        where = candidate.tensor, batch // data, candidate.context, candidate.expert, heads, candidate.folded, data
+        if where not in self._adds:
+            self.evaluator.work["experts shared out"] += 1
+            self._adds[where] = self.placements.splitting_adds(*where) / (batch // data)
+        return self._adds[where]
 
     def state(self, node: Branch) -> list[Branch]:
         """At the level STATE: of the ways to keep parameters whose bytes all ranks of a pipeline have room for, the one that

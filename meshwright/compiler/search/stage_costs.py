@@ -48,8 +48,7 @@ from meshwright.compiler.placement.costs import (
     Vector,
     bytes_row,
 )
-from meshwright.compiler.placement.placement import CONTEXT, TENSOR
-from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement, Use
+from meshwright.compiler.placement.rows import CONTEXT, DATA, EP, NONE, TENSOR, PlacedPosition, Placement, Use
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.graph import Value

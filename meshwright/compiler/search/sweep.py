@@ -384,16 +384,16 @@ class Sweep:
         return left + rest + self._dive(first, self.effort + _DIVE * self.limit)
 
     def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
-        """Solve the best pipelines under the other schedules, each with 1, 2, 4, ... stages a rank."""
+        """Solve the best pipelines under other schedules, with half and twice the micro-batches, 1, 2, 4, ... stages a rank."""
         best = dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)
-        near = set([*best][:_NEAR])
+        near = {(*one, count) for *one, given in [*best][:_NEAR] for count in (given // 2, given, given * 2)}
         fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in near]
-        taken = {node.number for node in fresh}
+        taken, deadline = {node.number for node in fresh}, max(_ALIKE * self.limit, self.effort + _EARLY * self.limit)
         single = [self.bounds.part(node, [virtual]) for node in fresh for virtual in node.virtual]
         chosen = [node for node in single if node.candidate.virtual_stages.bit_count() == 1]
         left = [self.bounds.part(node, others) for node in fresh
                 if (others := [virtual for virtual in node.virtual if virtual.bit_count() > 1])]
-        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit, _WORTH)
+        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, deadline, _WORTH)
 
     def _dive(self, nodes: Sequence[Branch], deadline: float, worth: float = 0.0) -> list[Branch]:
         """Solve some candidates best first, each in one of its ways to keep parameters, as long as one may be better than the
