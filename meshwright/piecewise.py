@@ -15,9 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from meshwright.compiler.search.blockwise import WIDEST
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan
+from meshwright.compiler.search.task import Progress, Task, Timing
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
 from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
@@ -27,8 +30,10 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import SEQUENCE, TENSOR, role_of
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Prediction
 from meshwright.ir.rule import factors_of
 from meshwright.rules import rules_of
 
@@ -83,28 +88,69 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
         return made(_with_loss(graph, pins.loss_rows), last)
     if rows_of(graph) != 0:
         return made(graph, last)
-    pieces: Plan | None = None
     again = _logits_again(graph, cluster.device)
     if again <= gap:
+        pieces: Plan | None = None
         with suppress(PinError):  # of an operator that is in no piece
             pieces = made(in_pieces(graph, ROWS), last)
-        if pieces is not None and again * _ranks(pieces) <= gap:
-            return _sparing(pieces, again * _ranks(pieces), gap)
+        if pieces is not None:
+            return _spared(pieces, again * _ranks(pieces), gap, partial(made, graph))
     try:
         whole = made(graph, FIRST)
     except OutOfMemoryError as error:
         try:
-            return pieces or made(in_pieces(graph, ROWS), last)
+            return made(in_pieces(graph, ROWS), last)
         except PinError:  # of an operator that is in no piece
             raise error from None
     kinds = [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
     recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
-    if pieces is None and (not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes):
+    if not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
         return whole
     with suppress(NoBetterError, OutOfMemoryError, PinError):
-        pieces = pieces or made(in_pieces(graph, ROWS), partial(best_plan, limit=AGAIN, to_beat=_seconds(whole)))
+        pieces = made(in_pieces(graph, ROWS), partial(best_plan, limit=AGAIN, to_beat=_seconds(whole)))
         return pieces if _seconds(pieces) < _seconds(whole) else whole
     return whole
+
+
+def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan]) -> Plan:
+    """The best plan where all logits at once spare the plan in pieces no more than ``part`` of its step; ``made``: searches
+    with them. Where that is more than the gap those of the same degrees, schedule and micro-batches are looked at, and all that
+    may be faster if only that part leaves too much open."""
+    if part <= gap:
+        return _sparing(pieces, pieces, part, gap)
+    best = pieces
+    with suppress(NoBetterError, PlanError):
+        best = made(partial(_alike, pieces))
+    found = _sparing(best, pieces, part, gap)
+    proof, before = found.certificate, pieces.certificate
+    assert proof is not None
+    assert before is not None
+    if proof.gap <= WIDEST or before.gap > WIDEST:
+        return found
+    try:
+        return made(partial(best_plan, limit=AGAIN, to_beat=_seconds(found)))
+    except PlanError:
+        return found
+    except NoBetterError as error:
+        proven = max(proof.bound_seconds, min(error.bound_seconds, before.bound_seconds))
+        return replace(found, certificate=replace(proof, bound_seconds=proven))
+
+
+def _alike(
+    plan: Plan, task: Task, fits: Callable[[Plan], Prediction], *, timing: Timing, progress: Progress | None = None
+) -> Plan:
+    """The best faster plan with the degrees, the schedule and the micro-batches of a plan. Raises as ``best_plan`` does."""
+    sizes: dict[str, int] = {}
+    for axis in plan.mesh.axes:
+        role = role_of(axis)
+        sizes[role] = sizes.get(role, 1) * plan.mesh.size(axis)
+    held: dict[str, Any] = {"tp": sizes.get(TENSOR, 1), "cp": sizes.get(SEQUENCE, 1)}
+    held["microbatches"] = plan.schedule.microbatches
+    if plan.pipeline is not None:
+        held |= {"pp": plan.pipeline.degree, "schedule": plan.pipeline.schedule}
+        held["virtual_stages"] = plan.pipeline.stages // plan.pipeline.degree
+    alike = replace(task, pins=replace(task.pins, **held))
+    return best_plan(alike, fits, AGAIN, timing=timing, progress=progress, to_beat=_seconds(plan))
 
 
 def _logits_again(graph: Graph, device: Device) -> float:
@@ -123,14 +169,17 @@ def _ranks(plan: Plan) -> int:
     return plan.pipeline.degree if plan.pipeline else 1
 
 
-def _sparing(plan: Plan, part: float, gap: float) -> Plan:
-    """A plan in pieces, certified by a search that did not look at all logits at once: these spare so much at most."""
-    proof = plan.certificate
+def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
+    """A plan certified by the search for one in pieces, which did not look at all logits at once: these spare so much at
+    most."""
+    proof = pieces.certificate
     assert proof is not None
-    bound = (1.0 - part) * proof.bound_seconds
-    status = "gap" if proof.status == "optimal" and 1.0 - bound / proof.objective_seconds > gap else proof.status
+    seconds = _seconds(plan)
+    bound = min((1.0 - part) * proof.bound_seconds, seconds)
+    status = "gap" if proof.status == "optimal" and 1.0 - bound / seconds > gap else proof.status
     said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
-    return replace(plan, certificate=replace(proof, bound_seconds=bound, status=status, assumes=(*proof.assumes, said)))
+    proof = replace(proof, objective_seconds=seconds, bound_seconds=bound, status=status, assumes=(*proof.assumes, said))
+    return replace(plan, certificate=proof)
 
 
 def _logits_bytes(plan: Plan) -> float:

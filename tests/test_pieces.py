@@ -16,12 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
+from meshwright import piecewise
 from meshwright.compiler.structure.pieces import in_pieces, rows_of
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import Pins
 from meshwright.ir.sharding import piece
-from meshwright.planner import capture_model
+from meshwright.planner import capture_model, make_plan
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.ops import OPS
 from tests.equality import captured_once, differences
@@ -255,3 +257,32 @@ def test_of_a_long_sequence_only_pieces_are_searched() -> None:
     assert "spare no more than the product that makes them again" in proof.assumes[-1]
     assert proof.bound_seconds <= whole.predicted.step_seconds
     assert found.predicted.step_seconds < whole.predicted.step_seconds * 1.02
+
+
+def test_a_pipeline_in_pieces_is_compared_with_all_logits_of_its_own_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rank of a pipeline makes the logits again, that is more of its step than of all: one narrow search with all of
+    them follows, none of everything, and the bound holds for both."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, vocab_size=256,
+                                             num_attention_heads=8, use_cache=False))
+    ids = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
+    graph = capture_model(model, (), {"input_ids": ids, "labels": ids}, (), mw.loss_alone, "bf16")
+    cluster, again = Cluster.parse("h100:1x8"), piecewise._logits_again(graph, Cluster.parse("h100:1x8").device)
+    limits, search = list[float](), piecewise.best_plan
+
+    def counted(*args: Any, limit: float = piecewise.AGAIN, **more: Any) -> Any:
+        limits.append(limit)
+        return search(*args[:2], args[2] if len(args) > 2 else limit, **more)
+
+    def planned(**pins: Any) -> Any:
+        return make_plan(graph, cluster, Pins(pp=4, **pins), precision="bf16", gap=1.5 * again)
+
+    apart = [planned(loss_rows=rows).predicted.step_seconds for rows in (0, 2048)]
+    monkeypatch.setattr(piecewise, "best_plan", counted)
+    found = planned()
+    assert limits == [piecewise.AGAIN]
+    assert found.predicted.step_seconds <= min(apart) * (1 + 1.5 * again)
+    assert found.certificate.bound_seconds <= min(apart)
+    assert found.certificate.objective_seconds == found.predicted.step_seconds

@@ -26,6 +26,7 @@ from meshwright.compiler.search.fitting import Counted, fitted, prediction_of
 from meshwright.compiler.search.layouts import layouts
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.settled import settled
+from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.compiler.solver import solve as solver
 from meshwright.compiler.solver.chain import Chain
@@ -79,6 +80,31 @@ def test_a_plan_that_is_rejected_keeps_no_other_out() -> None:
     assert seconds(first) <= seconds(second) <= min(others) * 1.005
     assert second.certificate is not None
     assert second.certificate.bound_seconds <= min(others)
+
+
+def test_where_no_plan_of_the_first_fits_more_are_solved_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts whose axes may split anything have a plan to beat: without one they took half of a search."""
+    first, known = set[Mesh](), list[bool]()
+    begin, free = Sweep.begin, Sweep.free
+
+    def began(self: Sweep) -> None:
+        begin(self)
+        first.update(one.degrees.mesh for one in self.solved)
+
+    def freed(self: Sweep) -> None:
+        known.append(bool(self.results))
+        free(self)
+
+    monkeypatch.setattr(Sweep, "begin", began)
+    monkeypatch.setattr(Sweep, "free", freed)
+
+    def rejected(plan: Plan, found: Prediction) -> Prediction:
+        return replace(found, bytes_per_rank=2 * found.capacity_bytes) if plan.mesh in first else found
+
+    best = searched(graph_of(Stack(3, 512), 32, 256, 512), "h100:2x8", Pins(pp=1), rejected)
+    assert first
+    assert known == [True]
+    assert best.mesh not in first
 
 
 @pytest.mark.parametrize("pins", [{}, {"tp": [1, 3]}], ids=["free axes", "block by block"])

@@ -208,6 +208,7 @@ class StageCosts:
         self._least: dict[tuple[Degrees, int, bool, int, int, bool], LeastCosts] = {}
         self._vectors: dict[tuple[Degrees, Variant, int], dict[int, Vector]] = {}
         self._shared: dict[tuple[int, Degrees, int, bool, bool], tuple[Shared, ...]] = {}
+        self._again: dict[int, list[tuple[int, bool, Use, int, int]]] = {}
 
     def units(
         self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, halves: tuple[bool, bool], recompute: str,
@@ -402,21 +403,30 @@ class StageCosts:
         key = id(placement), degrees, zero, microbatches > 1, apart
         if key not in self._shared:
             costs, variant, found = self._prices(degrees, microbatches), degrees.variant(zero), list[Shared]()
-            before, first = dict[str, int](), dict[str, int]()
             columns = [OPTIMIZER] if apart and variant.data_axes else [PARAMETERS, GRADIENTS, OPTIMIZER]
+            for at, root, use, before, first in self._read_again(placement):
+                if not apart or at == len(placement.sequence) - 1:
+                    need, unit = renamed(use.need, degrees), Neighbours(root=root)
+                    price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
+                    bytes_ = 0.0 if price is None else float(price[columns].sum())
+                    found.append(Shared(first if apart else before, at, bytes_))
+            self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
+        return self._shared[key]
+
+    def _read_again(self, placement: Placement) -> list[tuple[int, bool, Use, int, int]]:
+        """Reads of parameters that earlier positions read: where, whether outside of a block, where they were read last before,
+        and first."""
+        if id(placement) not in self._again:
+            before, first, found = dict[str, int](), dict[str, int](), list[tuple[int, bool, Use, int, int]]()
             for at, number in enumerate(placement.sequence):
                 row = placement.rows[number]
                 for use in row.uses:
-                    name, unit = use.value.name, Neighbours(root=not row.block)
-                    counts = not apart or at == len(placement.sequence) - 1
-                    if not use.first and before.get(name, at) < at and counts:  # equal blocks are one row: their names say less
-                        need = renamed(use.need, degrees)
-                        price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
-                        bytes_ = 0.0 if price is None else float(price[columns].sum())
-                        found.append(Shared(first[name] if apart else before[name], at, bytes_))
+                    name = use.value.name
+                    if not use.first and before.get(name, at) < at:  # equal blocks are one row: their names say less
+                        found.append((at, not row.block, use, before[name], first[name]))
                     before[name], first[name] = at, first.get(name, at)
-            self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
-        return self._shared[key]
+            self._again[id(placement)] = found
+        return self._again[id(placement)]
 
     def _prices(self, degrees: Degrees, microbatches: int) -> Costs:
         key = (degrees, microbatches)

@@ -213,8 +213,7 @@ class Sweep:
                 self._left += self._sweep([node], _INF)
 
     def begin(self) -> None:
-        """Of the candidates of data and tensor ranks solve what finds good plans early: those without stages, and the first
-        dive."""
+        """Of the candidates of data and tensor ranks solve those without stages and the first dive, for good plans early."""
         try:
             evaluator = self.bounds.evaluator
             if evaluator.capacity <= 0:
@@ -250,8 +249,7 @@ class Sweep:
 
     def rest(self) -> None:
         """Solve all of them that ``begin`` left."""
-        nodes, piped = self._later
-        self._later = [], []
+        (nodes, piped), self._later = self._later, ([], [])
         self._swept = True
         try:
             deadline = max(_PROVEN * self.limit, self.effort + _REST * self.limit)
@@ -328,9 +326,11 @@ class Sweep:
             self._nearest = self._nearest or made
         elif isinstance(made, OutOfMemoryError):
             self._refused = self._refused or made
-        self._left = self._sweep(self._left, _PROVEN * self.limit)
         if self._swept:
+            self._left = self._sweep(self._left, _PROVEN * self.limit)
             self._sharpen()
+        else:
+            self._later = self._sweep(self._later[0], _ALONE * self.limit), self._later[1]
 
     def refusal(self) -> PinError | PlanError:
         """Why nothing was found: what does not fit goes before what cannot be."""

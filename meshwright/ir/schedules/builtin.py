@@ -19,7 +19,8 @@ before the first backward a rank runs (V - 1) rounds and a forward for each hop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -91,18 +92,15 @@ def _interleaved(rank: int, pp: int, virtual_stages: int, microbatches: int, *, 
     turns = range(microbatches * virtual_stages)
     local = [k // per_round % virtual_stages for k in turns]
     batch = [k // (per_round * virtual_stages) * per_round + k % per_round for k in turns]
-    forward = [Action(v * pp + rank, "F", m) for v, m in zip(local, batch, strict=True)]
-    backward = [((virtual_stages - 1 - v) * pp + rank, m) for v, m in zip(local, batch, strict=True)]
-    yield from forward[:warmup]
-    for k, (stage, m) in enumerate(backward):
-        if warmup + k < len(forward):
-            yield forward[warmup + k]
-        yield Action(stage, "I" if split else "B", m)
-        if split and k >= rank:
-            done, batch_done = backward[k - rank]
-            yield Action(done, "W", batch_done)
-    if split:
-        yield from (Action(stage, "W", m) for stage, m in backward[max(0, len(backward) - rank) :])
+    there, back = [v * pp + rank for v in local], [(virtual_stages - 1 - v) * pp + rank for v in local]
+
+    def actions(stages: Sequence[int], kind: str) -> list[Action]:
+        return list(map(Action._make, zip(stages, itertools.repeat(kind), batch, strict=False)))
+
+    forward, backward = actions(there, "F"), actions(back, "I" if split else "B")
+    weights = [*itertools.repeat(None, rank), *actions(back, "W")] if split else []
+    woven = itertools.chain.from_iterable(itertools.zip_longest(forward[warmup:], backward, weights))
+    return itertools.chain(forward[:warmup], filter(None, woven))
 
 
 def _loop_warm(split: bool, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:

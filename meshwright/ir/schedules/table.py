@@ -11,6 +11,7 @@ makes tables, ``meshwright.cost.timeline`` runs them on a clock, ``meshwright.ru
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,11 +89,14 @@ class Table:
     @cached_property
     def numbers(self) -> np.ndarray:
         """Stage, kind (its place in ``COMPUTED``, or -1) and micro-batch of every action, rank after rank, int [3, actions]."""
-        flat = [(stage, _KINDS.get(kind, -1), microbatch) for actions in self.ranks for stage, kind, microbatch in actions]
-        found = np.array(flat or np.zeros((0, 3), dtype=np.int64))
+        flat = list(itertools.chain.from_iterable(self.ranks))
+        if not flat:
+            return np.zeros((3, 0), dtype=np.int64)
+        stage, kind, microbatch = zip(*flat, strict=True)
+        found = np.array([stage, [_KINDS.get(one, -1) for one in kind], microbatch])
         if found.dtype.kind not in "iu":
             raise ScheduleError(f"{self.name}: stages and micro-batches of actions are whole numbers, got {found.dtype}")
-        return found.T
+        return found
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
