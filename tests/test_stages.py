@@ -17,7 +17,7 @@ from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.refine import _flipped
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
-from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound
+from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound, _Program
 from meshwright.compiler.solver import linear
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.timeline import simulate
@@ -679,6 +679,23 @@ def test_a_rank_that_overflows_makes_the_change_that_frees_most(setting: tuple[s
     assert found.tolist() == wanted
 
 
+def best_of_all(ways: Sequence[Sequence[Unit]], table: Table, share: float) -> tuple[float, float]:
+    """Bytes of a rank, so far from the least to the most of all cuts and of all choices unit by unit, and seconds of the best
+    that fits, by hand: of those 200 that recompute least."""
+    every, count = [], len(ways[0])
+    for inner in itertools.combinations(range(1, count), table.stages - 1):
+        crossing = [[getattr(ways[0][i - 1], k) for i in inner] for k in ("value", "gradient")]
+        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, count))]
+        for chosen in itertools.product(ways, repeat=count):
+            parts = [[chosen[n][n] for n in own] for own in numbers]
+            work = sum(u.backward_input for p in parts for u in p)
+            every.append((max(memory_by_hand(table, parts)), work, parts, crossing, numbers))
+    least, most, nothing = min(one[0] for one in every), max(one[0] for one in every), OutsideSeconds.nothing(count)
+    room = least + share * (most - least)
+    fitting = sorted((one for one in every if one[0] <= room), key=lambda one: one[1])[:200]
+    return room, min(step_by_hand(table, parts, crossing, numbers, nothing) for _, _, parts, crossing, numbers in fitting)
+
+
 @pytest.mark.parametrize("setting", [("1f1b", 2, 1, 4), ("gpipe", 2, 1, 4), ("interleaved1f1b", 2, 2, 4), ("zbv", 2, 2, 4)],
                          ids=lambda s: "-".join(map(str, s)))
 def test_units_that_are_alike_are_recomputed_as_a_whole(setting: tuple[str, int, int, int]) -> None:
@@ -688,25 +705,39 @@ def test_units_that_are_alike_are_recomputed_as_a_whole(setting: tuple[str, int,
     one, other = (replace(u, pending=None, value=0.1, gradient=0.1) for u in random_units(2, 3))
     plain = [other, *[one] * 6]
     slim = [replace(u, backward_input=u.backward_input + u.forward, saved=0.2 * u.saved) for u in plain]
-    table, nothing, every = schedule_table(name, pp, v, m), OutsideSeconds.nothing(7), []
-    for inner in itertools.combinations(range(1, 7), pp * v - 1):
-        crossing = [[getattr(plain[i - 1], k) for i in inner] for k in ("value", "gradient")]
-        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, 7))]
-        for chosen in itertools.product((plain, slim), repeat=7):
-            parts = [[chosen[n][n] for n in own] for own in numbers]
-            work = sum(u.backward_input for p in parts for u in p)
-            every.append((max(memory_by_hand(table, parts)), work, parts, crossing, numbers))
-    least, most, higher = min(one[0] for one in every), max(one[0] for one in every), 0
+    table, nothing, higher = schedule_table(name, pp, v, m), OutsideSeconds.nothing(7), 0
     for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        room = least + share * (most - least)
-        fitting = sorted((one for one in every if one[0] <= room), key=lambda one: one[1])[:200]
-        best = min(step_by_hand(table, parts, crossing, numbers, nothing) for _, _, parts, crossing, numbers in fitting)
+        room, best = best_of_all([plain, slim], table, share)
         known = Intervals.of([plain, slim], range(8))
         whole, parted = (timed_bound(units, table, nothing, np.full(pp, room), 0.0, 1.05 * best, KnownPaths())
                          for units in (known, replace(known, apart=False)))
         assert whole <= best * (1 + 1e-6)
         higher += whole > parted * (1 + 1e-3)
     assert higher
+
+
+@pytest.mark.parametrize("setting", [("interleaved1f1b", 2, 2, 4), ("zbv", 2, 2, 4)], ids=lambda s: "-".join(map(str, s)))
+def test_what_whole_units_have_beside_what_they_keep_counts(
+    setting: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made again is there while its unit runs, beside what is left of the next one. No cut and no choice beats the
+    bound, which is higher somewhere than where every stage has the least."""
+    name, pp, v, m = setting
+    one = Unit("", 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.05, 0.05, released=0.9, behind=0.4)
+    plain = [replace(one, forward=0.3, saved=0.2), *[one] * 6]
+    slim = [replace(u, backward_input=u.backward_input + u.forward, saved=0.1, released=0.1, transient=1.2) for u in plain]
+    table, nothing = schedule_table(name, pp, v, m), OutsideSeconds.nothing(7)
+    cases = [best_of_all([plain, slim], table, share) for share in (0.0, 0.1, 0.2, 0.35)]
+
+    def bounds() -> list[float]:
+        known = Intervals.of([plain, slim], range(8))
+        return [timed_bound(known, table, nothing, np.full(pp, room), 0.0, 1.05 * best, KnownPaths()) for room, best in cases]
+
+    weighed = bounds()
+    monkeypatch.setattr(_Program, "weigh", lambda self: None)
+    least = bounds()
+    assert all(bound <= best * (1 + 1e-6) for bound, (_, best) in zip(weighed, cases, strict=True))
+    assert any(more > bound * 1.001 for more, bound in zip(weighed, least, strict=True))
 
 
 @pytest.mark.parametrize(("count", "name", "pp", "virtual", "m", "ranks", "stages"), [

@@ -305,9 +305,9 @@ class Evaluator:
         if bound is None or asked > bound.cutoff:
             units, outside = self._divisible(candidate, degrees, zero, placement)
             most = capacity + self._twice(candidate, degrees, zero, placement)
-            room = np.maximum(most - self._boundary_bytes(candidate, placement, passed_on=True), 1.0)
+            room, passed = np.maximum(most - self._boundary_bytes(candidate, placement), 1.0), min(placement.sent[:-1])
             paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
-            bound = TimedBound(units, table, outside, room, known / slack, asked, paths)
+            bound = TimedBound(units, table, outside, room, known / slack, asked, paths, passed)
         seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
         if sharp is Sharp.RANKS and not 0.0 < asked <= seconds:
             self._timed[key] = bound
@@ -336,17 +336,12 @@ class Evaluator:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes, of all or of each."""
         return np.asarray(np.maximum(capacity - self._boundary_bytes(candidate, placement), 1.0))
 
-    def _boundary_bytes(self, candidate: Candidate, placement: Placement, passed_on: bool = False) -> Array:
+    def _boundary_bytes(self, candidate: Candidate, placement: Placement) -> Array:
         """Bytes of every rank [pp] beside its units: what is made of inputs alone, what was received and waits to be read, each
-        value like the widest, and on the last stage's rank what all micro-batches hand back. ``passed_on``: and, where units
-        are divided and none is known to end a stage, what those in flight passed on, each value like the slimmest."""
+        value like the widest, and on the last stage's rank what all micro-batches hand back."""
         table = self.table(candidate)
         waiting = schedule_of(table.name).waiting(table.pp, candidate.virtual_stages, table.microbatches)
         found = np.zeros(table.pp) + waiting * max(placement.sent[:-1]) + placement.made_alone(table.microbatches)
-        if passed_on:
-            going = [np.array(table.stages_of(rank)) < table.stages - 1 for rank in range(table.pp)]
-            held = [counts[:, :, goes].sum(axis=(1, 2)).max() for counts, goes in zip(table.in_flight, going, strict=True)]
-            found += min(placement.sent[:-1]) * np.array(held)
         found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
         return np.asarray(found)
 

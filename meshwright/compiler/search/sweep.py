@@ -42,17 +42,16 @@ from meshwright.ir.schedules import ScheduleError, schedule_of
 
 _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
-_WORTH = 0.03
-"""The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
+_WORTH, _MORE = 0.03, 0.1
+"""The second dive solves what may be better than the incumbent by such a part, with as many micro-batches, with others
+(chosen)."""
 _NEARER = 0.95
 """What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many stages on as many
 ranks under the same schedule (chosen)."""
 UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
-_EARLY = 0.1
-_DIVE = 0.35
-_ALONE = 0.5
+_EARLY, _DIVE, _ALONE = 0.1, 0.35, 0.5
 _ALIKE = 0.75
 _PROVEN = 0.9
 _REST = 0.2
@@ -385,15 +384,16 @@ class Sweep:
 
     def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the best pipelines under other schedules, with half and twice the micro-batches, 1, 2, 4, ... stages a rank."""
-        best = dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)
-        near = {(*one, count) for *one, given in [*best][:_NEAR] for count in (given // 2, given, given * 2)}
+        best = [*dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)][:_NEAR]
+        near = {(*one, count) for *one, given in best for count in (given // 2, given, given * 2)}
         fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in near]
-        taken, deadline = {node.number for node in fresh}, max(_ALIKE * self.limit, self.effort + _EARLY * self.limit)
-        single = [self.bounds.part(node, [virtual]) for node in fresh for virtual in node.virtual]
-        chosen = [node for node in single if node.candidate.virtual_stages.bit_count() == 1]
-        left = [self.bounds.part(node, others) for node in fresh
-                if (others := [virtual for virtual in node.virtual if virtual.bit_count() > 1])]
-        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, deadline, _WORTH)
+        taken, left = {node.number for node in fresh}, list[Branch]()
+        for like, deadline, worth in ((True, 0.0, _WORTH), (False, self.effort + _EARLY * self.limit, _MORE)):
+            own = [node for node in fresh if (_pipeline(node.candidate) in best) is like]
+            single = [self.bounds.part(node, [v]) for node in own for v in node.virtual if v.bit_count() == 1]
+            left += [self.bounds.part(n, v) for n in own if (v := [each for each in n.virtual if each.bit_count() > 1])]
+            left += self._dive(single, max(_ALIKE * self.limit, deadline), worth)
+        return [node for node in nodes if node.number not in taken] + left
 
     def _dive(self, nodes: Sequence[Branch], deadline: float, worth: float = 0.0) -> list[Branch]:
         """Solve some candidates best first, each in one of its ways to keep parameters, as long as one may be better than the
