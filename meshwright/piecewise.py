@@ -119,7 +119,7 @@ def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan
     if part <= gap:
         return _sparing(pieces, pieces, part, gap)
     best = pieces
-    with suppress(NoBetterError, PlanError):
+    with suppress(NoBetterError, PlanError, PinError):
         best = made(partial(_alike, pieces))
     found = _sparing(best, pieces, part, gap)
     proof, before = found.certificate, pieces.certificate
@@ -129,7 +129,7 @@ def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan
         return found
     try:
         return made(partial(best_plan, limit=AGAIN, to_beat=_seconds(found)))
-    except PlanError:
+    except (PlanError, PinError):
         return found
     except NoBetterError as error:
         proven = max(proof.bound_seconds, min(error.bound_seconds, before.bound_seconds))

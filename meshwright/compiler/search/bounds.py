@@ -260,10 +260,11 @@ class CandidateBounds:
         batch, data = batch_size(self.task.graph), self.task.cluster.world // (candidate.tensor * candidate.context)
         if batch % data or data % candidate.expert or batch // data < candidate.samples:
             data = candidate.data
-        where = candidate.tensor, batch // data, candidate.context, candidate.expert, heads, candidate.folded, data
+        samples = max(1, batch // data)
+        where = candidate.tensor, samples, candidate.context, candidate.expert, heads, candidate.folded, data
         if where not in self._adds:
             self.evaluator.work["experts shared out"] += 1
-            self._adds[where] = self.placements.splitting_adds(*where) / (batch // data)
+            self._adds[where] = self.placements.splitting_adds(*where) / samples
         return self._adds[where]
 
     def state(self, node: Branch) -> list[Branch]:
