@@ -241,7 +241,10 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
         for rank in range(pp):
             for parts in moments[rank]:  # of the one stage, or of the first, those between, the last
                 assert holds(table, rank, parts if v == 1 else [[part[0], *[part[1]] * (v - 2), part[-1]] for part in parts])
-            go = [stage < table.stages - 1 for stage in table.stages_of(rank)]
+            go = np.array([stage < table.stages - 1 for stage in table.stages_of(rank)])
+            for parts in moments[rank]:  # bounds take them off at every moment
+                wide = parts if v == 1 else np.concatenate([parts[:, :1], parts[:, [1] * (v - 2)], parts[:, -1:]], axis=1)
+                assert copies[rank] <= wide[:2, go].sum()
             assert copies[rank] <= table.in_flight[rank][:, :, go].sum(axis=(1, 2)).max()
 
 

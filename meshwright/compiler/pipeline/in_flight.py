@@ -49,8 +49,8 @@ def least_in_flight(name: str, pp: int, microbatches: int, alone: bool) -> tuple
 
 def passed_on(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
     """Of values and gradients that a rank holds at once, those that come from another rank or go to one, beside what units
-    save, at least: int [pp]. They are copies of what the micro-batches in flight handed on, and what was received and waits to
-    be read; what they were handed may be among what is saved."""
+    save, at least at each of its moments: int [pp]. They are copies of what the micro-batches in flight handed on, and what was
+    received and waits to be read; what they were handed may be among what is saved."""
     schedule = schedule_of(name)
     closed, goes_on = schedule.closed, np.arange(pp) != schedule.stage_rank(pp, virtual_stages)[-1]
     counts = in_flight(name, pp, (virtual_stages, virtual_stages), microbatches)
@@ -58,7 +58,7 @@ def passed_on(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.
         return np.zeros(pp, dtype=np.int64)
     waiting = closed.waiting(pp, virtual_stages, microbatches)
     if virtual_stages == 1:
-        return np.asarray(counts[:, :, :2, 0].sum(axis=-1).max(axis=1) * goes_on + waiting)
+        return np.asarray(counts[:, :, :2, 0].sum(axis=-1).min(axis=1) * goes_on + waiting)
     full = counts[:, :, 0]
     between = (virtual_stages - 2) * full[..., 1] if virtual_stages > 2 else 0
-    return np.asarray((full[..., 0] + between + full[..., -1] * goes_on[:, None]).max(axis=1) + waiting)
+    return np.asarray((full[..., 0] + between + full[..., -1] * goes_on[:, None]).min(axis=1) + waiting)

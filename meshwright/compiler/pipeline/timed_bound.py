@@ -228,7 +228,7 @@ class _Program(LinearProgram):
         self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
         self.staged = False
         known = classes_of(units, outside, table.stages)
-        self.members, self.kinds = known.members, known.kinds
+        self.classes, self.kinds, self.members = known
         self.room, self.passed, self.moments = room, passed, _moments(table, units, passed)
         self.running, self.bytes_ = list[tuple[np.ndarray, np.ndarray, np.ndarray]](), max(1.0, float(room.max()))
         self.beside = np.zeros(0, dtype=np.int64)
@@ -326,7 +326,7 @@ class _Program(LinearProgram):
             amounts[:, chosen] = counts
             points.append(_Point(amounts, places))
         ran = self.run(points)
-        fits = [one for one, point in zip(ran, points, strict=True) if not self._moments_over(point)]
+        fits = [one for one, point in zip(ran, points, strict=True) if not self._over(point)]
         return min(fits, key=lambda one: one.seconds, default=points[1])
 
     def run(self, points: Sequence[_Point]) -> list[_Point]:
@@ -386,15 +386,16 @@ class _Program(LinearProgram):
 
     # memory
 
-    def _moments_over(self, point: _Point) -> list[tuple[int, np.ndarray, float]]:
-        """The ranks that hold too much, bytes of all that they run [stages, ways] at their worst moment, and the room there."""
-        found = []
-        for rank, (moments, beside, _) in enumerate(self.moments):
-            own, held = self.ranks == rank, self._held(moments)
-            bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own]) + beside
+    def _over(self, point: _Point) -> list[tuple[int, int, np.ndarray]]:
+        """The ranks that hold too much, their worst moment, and bytes there of all that they run [stages, ways]."""
+        found, known = [], self.moments if point.beside is None else self.running
+        for rank, (moments, least, runs) in enumerate(known):
+            own, held = np.flatnonzero(self.ranks == rank), self._held(moments)
+            bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own]) + least
+            bytes_ += 0.0 if point.beside is None else point.beside[own][runs]
             if bytes_.max() > self.room[rank] * SAFE:
                 at = int(bytes_.argmax())
-                found.append((rank, held[at], float(self.room[rank] - beside[at])))
+                found.append((rank, at, held[at]))
         return found
 
     def _held(self, moments: np.ndarray) -> np.ndarray:
@@ -404,32 +405,17 @@ class _Program(LinearProgram):
 
     def overflows(self, point: _Point) -> bool:
         """Whether a rank holds too much at a point; the worst moment of each becomes a row."""
-        if self.running and point.beside is not None:
-            return self._runs_over(point.amounts, point.beside)
-        over = self._moments_over(point)
-        for rank, held, room in over:
-            scale = max(self.room[rank], 1.0)
-            self.add([(self.amounts[self.ranks == rank], held / scale)], -math.inf, room / scale)
+        over = self._over(point)
+        for moment in over:
+            self._hold(*moment, weighed=point.beside is not None)
         return bool(over)
 
-    def _runs_over(self, amounts: np.ndarray, beside: np.ndarray) -> bool:
-        """The same with bytes [stages] beside those of the stage that runs."""
-        found = False
-        for rank, (moments, least, runs) in enumerate(self.running):
-            own, room = np.flatnonzero(self.ranks == rank), self.room[rank]
-            held = self._held(moments)
-            bytes_ = np.einsum("ksw,sw->k", held, amounts[own]) + least + beside[own][runs]
-            at, scale = int(bytes_.argmax()), max(room, 1.0)
-            if bytes_[at] > room * SAFE:
-                self._hold(rank, at, held[at], scale)
-                found = True
-        return found
-
-    def _hold(self, rank: int, at: int, held: np.ndarray, scale: float) -> None:
-        """A moment of a rank as a row."""
-        own, (_, least, runs) = np.flatnonzero(self.ranks == rank), self.running[rank]
-        more = (self.beside[own[runs[at]], None], self.bytes_ / scale)
-        self.add([(self.amounts[own], held / scale), more], -math.inf, (self.room[rank] - least[at]) / scale)
+    def _hold(self, rank: int, at: int, held: np.ndarray, weighed: bool) -> None:
+        """A moment of a rank as a row; ``weighed``: with what is beside its units (``weigh``)."""
+        own, scale = np.flatnonzero(self.ranks == rank), max(self.room[rank], 1.0)
+        _, least, runs = (self.running if weighed else self.moments)[rank]
+        beside = [(self.beside[own[runs[at]], None], self.bytes_ / scale)] if weighed else []
+        self.add([(self.amounts[own], held / scale), *beside], -math.inf, (self.room[rank] - least[at]) / scale)
 
     def solved(self) -> tuple[float, _Point]:
         """Seconds of the step at least, and a point at which the rows say so. Raises NoSolutionError, UnsolvedError."""
@@ -500,7 +486,7 @@ class _Program(LinearProgram):
             for run in np.unique(runs):
                 of_run = np.flatnonzero(runs == run)
                 at = int(of_run[held[of_run].sum(axis=(1, 2)).argmax()])
-                self._hold(rank, at, held[at], max(self.room[rank], 1.0))
+                self._hold(rank, at, held[at], weighed=True)
         return True
 
     def _sides(self) -> np.ndarray:
@@ -508,10 +494,9 @@ class _Program(LinearProgram):
         [3, ways]."""
         units, found = self.units, np.zeros((3, len(self.of)))
         gone = np.diff(units.released, axis=1)
-        known = classes_of(units, self.outside, self.table.stages).numbers
         for way, number in enumerate(self.of.tolist()):
             mine = self.kinds == number
-            options = [o for o in range(units.options) if (known[:, number, o] == self.ways[:, way]).all()]
+            options = [o for o in range(units.options) if (self.classes[:, number, o] == self.ways[:, way]).all()]
             found[:, way] = (units.peak[options][:, mine].min(), units.inner[options][:, mine].min(),
                              gone[options][:, mine].max())
         return found

@@ -179,13 +179,13 @@ class Placements:
         self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, data: int
     ) -> float:
         """Seconds of so many samples at once on each of ``data`` ranks by which sharing out the experts makes any placement
-        slower at least (below 0: faster), whatever their calls read and leave; 0 where that is not known. It is counted of the
-        calls of the placement of the whole batch at once. Raises PlanError as ``of`` does."""
+        slower at least (below 0: faster; -inf: that is not known), whatever their calls read and leave; 0 where they are not
+        priced apart. Counted of the calls of the placement of the whole batch at once. Raises PlanError as ``of`` does."""
         if not self._shares(expert, folded):
             return 0.0
         base = self.of(tensor, batch_size(self.folded.graph), context, heads=heads)
         more = dearer(base, *self._ranks(tensor, samples, context, expert, heads, folded, data))
-        return more if math.isfinite(more) else 0.0
+        return more if more < math.inf else 0.0  # there is no call that splits them: no placement either
 
     def _shares(self, expert: int, folded: bool) -> bool:
         """Whether experts are split that are priced apart: nothing is held, and none are read by products."""
