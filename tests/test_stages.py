@@ -14,8 +14,8 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds, Shared
 from meshwright.compiler.pipeline.lighten import lighten
-from meshwright.compiler.pipeline.refine import _flipped
-from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
+from meshwright.compiler.pipeline.refine import Cutting, _flipped
+from meshwright.compiler.pipeline.stage_bound import Bound, _costs, cannot_run_in, classes_of, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound, _Program
 from meshwright.compiler.solver import linear
@@ -417,6 +417,37 @@ def test_ranks_are_crowded_only_where_no_cut_is_as_fast(setting: tuple[str, int,
         best = every[0][2] if every else math.inf
         assert not cannot_run_in(known, name, pp, (v, v), m, room, nothing, best)
         assert cannot_run_in(known, name, pp, (v, v), m, room, nothing, 0.7 * min(best, plain.makespan))
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, ("1f1b", 4, 1, 4), ("interleaved1f1b", 3, 3, 6), ("zb", 3, 3, 6)],
+                         ids=lambda s: "-".join(map(str, s)))
+def test_no_row_of_a_rank_alone_is_above_the_step(setting: tuple[str, int, int, int]) -> None:
+    """Any cut, each stage under any option: what the units of a rank cost it in each row is not more than it has in a step as
+    long as that cut's; and of a rank that has most of the work one row has little to spare, with one stage a rank."""
+    name, pp, v, m = setting
+    table, n, rng = schedule_table(name, pp, v, m), pp * v + 4, np.random.default_rng(pp + m)
+    nearest, turns = list[float](), table.stage_rank[0] == table.stage_rank[-1]
+    for seed in range(6):
+        kinds = random_units(4, seed)
+        sent = [replace(unit, value=0.3 * at * (seed % 2), gradient=0.2 * (seed % 3)) for at, unit in enumerate(kinds)]
+        ways = [[sent[at] for at in (0, *[1] * (n - 4), 2, 2, 3)]]
+        ways.append([replace(u, backward_input=u.backward_input + u.forward) for u in ways[0]])
+        outside = outside_of(n, seed, (1.0, 0.5)[seed % 2])
+        units = Intervals.of(ways, range(n + 1))
+        known = classes_of(units, outside, table.stages)
+        problem = Cutting(table, v, units, np.full(pp, math.inf), True, tuple(range(n + 1)), outside)
+        for _ in range(40):
+            cuts = np.array([[0, *sorted(rng.choice(np.arange(1, n), pp * v - 1, replace=False)), n]])
+            options = rng.integers(2, size=(1, pp * v))
+            step = float(problem.seconds(cuts, options)[0])
+            rank, option = (np.repeat(of, np.diff(cuts[0])) for of in (table.stage_rank, options[0]))
+            for several in {(v, v), (v, v + 1 if v > 1 and not turns else v)}:
+                costs, room = _costs(units, known, name, pp, several, m, outside.slowed, step)
+                assert costs.min() >= 0.0
+                spent = np.array([costs[:, at, known.kinds, option][:, rank == at].sum(axis=1) for at in range(pp)]).T
+                assert (spent <= room + 1e-9 * step).all()
+                nearest.append(((spent - room) / step).max())
+    assert max(nearest) > (-0.02 if v == 1 else -0.15)
 
 
 # ------------------------------------------------------------------------------------------------ realistic instances

@@ -149,36 +149,75 @@ def whole_units(
     if schedule.closed is None or counts is None:
         return None
     classes, kinds, members = known
-    common, split, turns = int(members.argmax()), schedule.split, schedule.closed.turns
-    forward, inputs, weights, state, saved, pending, summed, gather, reduce, optimizer = classes
-    # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
-    work = microbatches * (forward + inputs + weights)
-    ranks, back = np.arange(pp), inputs if split else inputs + weights
-    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
-    budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
-    tail = ranks * (up + float(back.min()))
-    spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
+    common, turns = int(members.argmax()), schedule.closed.turns
+    state, saved, pending, summed = classes[3:7]
+    costs, left = _costs(units, known, name, pp, virtual_stages, microbatches, slowed, seconds)
     bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
     room = (capacity - least_transient(units, pp, turns))[:, None] - _beside(units, name, counts, virtual_stages)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
         if kind != common:  # the first unit and the last are where they must be
             room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
-            for cost, left in spent:
-                left[rank] -= cost[kind].min()
+            left[:, rank] -= costs[:, rank, kind].min(axis=-1)
     least = bytes_[:, :, :, common].min(axis=2)
-    fit = np.min([_most(cost[common], left[:, None], least, room) for cost, left in spent], axis=(0, 2))
+    fit = _most(costs[:, :, None, common], left[:, :, None], least, room).min(axis=(0, 2))
     return np.asarray(np.floor(np.minimum(fit, members[common]) + 1e-6))
 
 
+def _costs(
+    units: Intervals, known: Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, slowed: float,
+    seconds: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of ``cost.timeline.lower_bounds`` as one rank alone sees them: what a unit of every class costs it in each,
+    [rows, pp, classes, options], and of what [rows, pp], in a step of ``seconds``. What comes before its work and after it is
+    counted of all units where a micro-batch goes through everything, else of one unit a stage."""
+    schedule, fewest = schedule_of(name), virtual_stages[0]
+    assert schedule.closed is not None
+    split, turns = schedule.split, schedule.closed.turns
+    forward, inputs, weights, *_, gather, reduce, optimizer = known.numbers
+    back, cheapest = inputs if split else inputs + weights, units.cheapest()[:3, -1]
+    ahead, behind = float(cheapest[0]), float(cheapest[1] if split else cheapest[1:].sum())
+    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
+    one_ahead, one_behind, ranks = float(forward.min()) + down, float(back.min()) + up, np.arange(pp)
+    sends, others = 2 * pp - 2 if turns else fewest * pp - 1, ranks if turns else ranks[::-1]
+    stages = ranks[:, None] + pp * np.arange(len(parts(virtual_stages)) if fewest > 1 else 1)
+    if turns:
+        stages[:, -1] = 2 * pp - 1 - ranks
+    margins, none, last = schedule.margins(pp, stages.shape[1], microbatches), np.zeros((pp, 1, 1)), (fewest - 1) * pp + ranks
+
+    def most(counts: np.ndarray) -> np.ndarray:
+        return np.asarray(counts[stages].max(axis=1)[:, None, None])
+
+    warm = most(margins.warm) * forward
+    begins = [(none, ranks * one_ahead), (warm, ahead + sends * down + others * one_behind)]
+    if margins.turn is not None:
+        begins.append((most(margins.turn) * forward, last * one_ahead))
+    ends = [(none, ranks * one_behind, False), (none - slowed * reduce, 0.0 * ranks, True)]
+    drains = np.where(margins.warm[stages].sum(axis=1) < microbatches * stages.shape[1], 0.0, -np.inf)
+    drained = drains + behind + sends * up + others * one_ahead
+    for left, then in ((margins.turned, last * one_behind), (margins.drained, drained)):
+        if left is not None:
+            spared = most(left.backward) * back
+            ends += [(spared, then, False), *([(spared + most(left.weight) * weights, then, True)] if split else [])]
+    work = {late: microbatches * (forward + (inputs + weights if late else back)) + optimizer for late in (False, True)}
+    rows = [(work[late] - done - spared, before + after)
+            for (done, before), (spared, after, late) in itertools.product(begins, ends)]
+    slowest, path = (forward + back) if (margins.warm == microbatches).all() else back, ahead + behind + sends * (down + up)
+    rows.append((none + (microbatches - 1) / virtual_stages[1] * slowest + optimizer, path + 0.0 * ranks))
+    if virtual_stages == (1, 1):  # what comes before a rank and after it is all but its own
+        rows.append((work[False] - warm - back, path + 0.0 * ranks))
+    room = seconds - float(gather[known.kinds[0]].min()) - np.array([beside for _, beside in rows])
+    return np.array([cost for cost, _ in rows]), room
+
+
 def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """How many units, some in one way and some in another, fit ``budget`` seconds [..., 1] and ``room`` bytes [...]: one way
-    takes ``seconds`` [options] and ``bytes_`` [..., options]. At a vertex one option or two are used."""
+    """How many units, some in one way and some in another, fit ``budget`` seconds [...] and ``room`` bytes [...]: one way takes
+    ``seconds`` and ``bytes_`` [..., options] of them. At a vertex one option or two are used."""
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.minimum(budget[..., None] / seconds, room[..., None] / bytes_).max(axis=-1)
-        for a, b in itertools.combinations(range(len(seconds)), 2):
-            across = seconds[a] * bytes_[..., b] - seconds[b] * bytes_[..., a]
-            first = (budget * bytes_[..., b] - seconds[b] * room) / across
-            second = (seconds[a] * room - budget * bytes_[..., a]) / across
+        for a, b in itertools.combinations(range(seconds.shape[-1]), 2):
+            across = seconds[..., a] * bytes_[..., b] - seconds[..., b] * bytes_[..., a]
+            first = (budget * bytes_[..., b] - seconds[..., b] * room) / across
+            second = (seconds[..., a] * room - budget * bytes_[..., a]) / across
             most = np.where((first >= 0) & (second >= 0), np.fmax(most, first + second), most)
     return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
 

@@ -17,7 +17,7 @@ import time as clock
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,6 +35,17 @@ SMALL, NODES = 5_000, 20
 fewer (``_nodes``): most that it closes close at the first few."""
 BRANCHED = 2.0
 """With a solution at hand, branching may take so many times what the relaxation took: it only proves, or improves a little."""
+
+
+@dataclass(order=True)
+class _Node:
+    """Choices of the first of the shared variables, whose completions, or those in which the next one is not ``but``, take no
+    less than ``bound``. The deeper goes first."""
+
+    bound: float
+    height: int = 0
+    prefix: tuple[int, ...] = ()
+    but: int | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -141,7 +152,9 @@ def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Inf
 def _shared(root: Search) -> tuple[Search, float]:
     """The search with the best incumbent, and a lower bound of all choices of the shared variables.
 
-    Best first over prefixes, the most disputed variable first; without an incumbent what most positions have at first.
+    Best first over prefixes, the most disputed variable first; without an incumbent what most positions have at first. Of a
+    variable on which the relaxation agrees that choice comes first, which as a rule takes no longer than what is known already:
+    the others stay together, as what is left of their prefix, until nothing else is as good.
     """
     seen = shared_states(root.chain, root.loose or [])
     order = sorted((s for s, size in enumerate(root.chain.shared_sizes) if size > 1), key=lambda s: (-len(seen.get(s, ())), s))
@@ -153,9 +166,10 @@ def _shared(root: Search) -> tuple[Search, float]:
     closed, failures, solved = np.inf, list[Infeasible](), set[tuple[int, ...]]()
     points, tried = list[Multipliers](), dict[tuple[int, ...], int]()
     probe = tuple(_majority(seen[s]) if s in seen else 0 for s in order)
-    heap: list[tuple[float, tuple[int, ...]]] = [(root.bound, ())]
+    heap = [_Node(root.bound)]
     while heap:
-        bound, prefix = (root.bound, probe) if best is None and not failures else heapq.heappop(heap)
+        node = _Node(root.bound, -len(probe), probe) if best is None and not failures else heapq.heappop(heap)
+        bound, prefix = node.bound, node.prefix
         floor = max(root.bound, min(closed, bound))
         root.beaten(floor, np.inf if best is None else best.time)
         over = root.late or (root.incumbent is not None and effort.spent > enough)
@@ -164,8 +178,12 @@ def _shared(root: Search) -> tuple[Search, float]:
         if failures and root.late:
             raise _least(root, failures, root.memory_bound)
         if len(prefix) < len(order):
-            for node in _children(root, order, prefix, bound):
-                heapq.heappush(heap, node)
+            agreed = seen.get(order[len(prefix)], ())
+            alone = next(iter(agreed)) if len(agreed) == 1 and node.but is None else None
+            for child in _children(root, order, node, alone):
+                heapq.heappush(heap, child)
+            if alone is not None:
+                heapq.heappush(heap, replace(node, but=alone))
             continue
         if prefix in solved:
             continue
@@ -174,7 +192,7 @@ def _shared(root: Search) -> tuple[Search, float]:
             tried[prefix] = len(points)
             value, _ = replace(root, progress=None, fixed=fixed).price(points[-1])
             if value > bound:
-                heapq.heappush(heap, (value, prefix))
+                heapq.heappush(heap, replace(node, bound=value))
                 continue
         solved.add(prefix)
         leaf = _leaf(root, fixed, root.cutoff if best is None else min(best.time, root.cutoff))
@@ -197,17 +215,17 @@ def _least(root: Search, failures: Sequence[Infeasible], bound: float) -> Infeas
     return infeasible(root.chain, max(bound, root.memory_bound), closest.least, closest.solution)
 
 
-def _children(
-    root: Search, order: Sequence[int], prefix: tuple[int, ...], bound: float
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """The next variable at each choice, bounded at the root's multipliers."""
+def _children(root: Search, order: Sequence[int], node: _Node, alone: int | None) -> Iterator[_Node]:
+    """The next variable at each choice, or at one ``alone``, bounded at the root's multipliers."""
     assert root.best is not None
-    for a in range(root.chain.shared_sizes[order[len(prefix)]]):
+    prefix = node.prefix
+    for a in range(root.chain.shared_sizes[order[len(prefix)]]) if alone is None else (alone,):
+        if a == node.but:
+            continue
         more = (*prefix, a)
-        node = replace(root, progress=None, fixed=dict(zip(order, more, strict=False)))
-        value, _ = node.price(root.best)
+        value, _ = replace(root, progress=None, fixed=dict(zip(order, more, strict=False))).price(root.best)
         if np.isfinite(value):
-            yield max(bound, value), more
+            yield _Node(max(node.bound, value), -len(more), more)
 
 
 def _nodes(chain: Chain) -> int:
