@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.compiler.search.blockwise import WIDEST
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
-from meshwright.compiler.search.search import SECONDS, best_plan
+from meshwright.compiler.search.search import SECONDS, best_plan, proof_of
 from meshwright.compiler.search.task import Progress, Task, Timing
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
 from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
@@ -122,9 +122,7 @@ def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan
     with suppress(NoBetterError, PlanError, PinError):
         best = made(partial(_alike, pieces))
     found = _sparing(best, pieces, part, gap)
-    proof, before = found.certificate, pieces.certificate
-    assert proof is not None
-    assert before is not None
+    proof, before = proof_of(found), proof_of(pieces)
     if proof.gap <= WIDEST or before.gap > WIDEST:
         return found
     try:
@@ -172,8 +170,7 @@ def _ranks(plan: Plan) -> int:
 def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
     """A plan certified by the search for one in pieces, which did not look at all logits at once: these spare so much at
     most."""
-    proof = pieces.certificate
-    assert proof is not None
+    proof = proof_of(pieces)
     seconds = _seconds(plan)
     bound = min((1.0 - part) * proof.bound_seconds, seconds)
     status = "gap" if proof.status == "optimal" and 1.0 - bound / seconds > gap else proof.status

@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.compiler.placement.choices import Scope, choices, near_of
 from meshwright.compiler.placement.fixed import variant_of
 from meshwright.compiler.placement.pinned import check_tensor_pins, fixed_by
+from meshwright.compiler.placement.rows import NONE
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.structure import Structure
 from meshwright.compiler.structure.units import start_of
@@ -61,9 +62,11 @@ def idle_pins(plan: Plan, pins: Pins) -> Iterator[str]:
         "shard": None if any(group.zero for group in plan.groups) else "no state is split (ZeRO 0; pin zero too)",
         "sequence_parallel": None if mesh.size(mesh.having(TENSOR, ANY)) > 1 else "tp is 1",
         "attention": None if mesh.size(mesh.having(SEQUENCE)) > 1 else "cp is 1",
+        "recompute": None if plan.graph.blocks else "layers that are neither alike nor a chain are made again in a pipeline "
+                     "alone (pin pp=2 or more)",
     }
     for name, why in absent.items():
-        trivial = getattr(pins, name) in (0, 1) and name != "attention"  # what is pinned away is away
+        trivial = getattr(pins, name) in (0, 1, NONE) and name != "attention"  # what is pinned away is away
         if why is not None and pins.says(name) and not trivial:
             yield f"pin {pins.shown(name)} decides nothing here: {why}"
 

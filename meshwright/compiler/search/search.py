@@ -30,19 +30,22 @@ from meshwright.compiler.search.plans import Plans
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
+from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
 from meshwright.ir.pins import PinError, Pins, nearest
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Certificate
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
 
 SECONDS = 19.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
-_LAYOUTS = 0.5
-"""The part of the limit that layouts solved block by block may take together (chosen)."""
+_LAYOUTS, _STAGED = 0.5, 0.4
+"""The parts of the limit that layouts solved block by block may take together, and pipelines of what is cut for them alone
+(chosen)."""
 TIED = 0.02
 """Certificates that are no wider tell no two plans apart: of these the one is taken that loses least in the worst case."""
 _FREED, _SPARE = 0.02, 1
@@ -69,9 +72,66 @@ def find_plan(task: Task, fits: Fits, *, timing: Timing, progress: Progress | No
 def best_plan(
     task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None, to_beat: float = math.inf
 ) -> Plan:
-    """The plan of least time that fits, within ``limit`` nominal seconds. ``to_beat``: seconds of a plan found elsewhere.
-    Raises NoBetterError if none is found that is faster (what is so by less than the gap may be left), OutOfMemoryError,
-    PinError, PlanError."""
+    """The plan of least time that fits, within ``limit`` nominal seconds. ``to_beat``: seconds of a plan found elsewhere. Where
+    no two layers are alike they are told apart for a pipeline alone (``structure.units``): what has stages is a search of its
+    own then. Raises NoBetterError if none is found that is faster (what is so by less than the gap may be left),
+    OutOfMemoryError, PinError, PlanError."""
+    staged = _with_stages(task)
+    if staged is None:
+        return _best_plan(task, fits, limit, timing, progress, to_beat)
+    plan: Plan | None = None
+    refused: NoBetterError | OutOfMemoryError | None = None
+    try:
+        plan = _best_plan(task, fits, limit, timing, progress, to_beat)
+    except (NoBetterError, OutOfMemoryError) as error:
+        refused = error
+    seconds = to_beat if plan is None else prediction_of(plan).step_seconds
+    bound = math.inf
+    try:
+        other = _best_plan(staged, fits, _STAGED * limit, timing, progress, seconds)
+    except NoBetterError as error:
+        bound = error.bound_seconds
+    except (PinError, PlanError):  # nothing with stages can be
+        pass
+    else:
+        alone = refused.bound_seconds if isinstance(refused, NoBetterError) else math.inf
+        return _bounded(other, alone if plan is None else proof_of(plan).bound_seconds, task.gap)
+    if plan is not None:
+        return _bounded(plan, bound, task.gap)
+    assert refused is not None
+    if isinstance(refused, OutOfMemoryError):
+        raise refused
+    raise NoBetterError(min(refused.bound_seconds, bound), refused.limited)
+
+
+def _with_stages(task: Task) -> Task | None:
+    """The same with two stages or more, where only a pipeline cuts its graph and the pins leave that open; else None."""
+    pins, world = task.pins, task.cluster.world
+    if task.graph.blocks or pins.axes is not None or pins.needs_stages(world):
+        return None
+    ranks = world // math.prod(size or 1 for size in (pins.dp, pins.tp, pins.cp))
+    degrees = tuple(pp for pp in range(2, ranks + 1) if ranks % pp == 0 and pins.allows("pp", pp))
+    if not degrees or not find_layers(task.graph).blocks:
+        return None
+    return task.under(replace(pins, among={**pins.among, "pp": degrees}))
+
+
+def _bounded(plan: Plan, bound: float, gap: float) -> Plan:
+    """A plan of which another search says that nothing else takes less than ``bound`` seconds."""
+    proof = replace(proof_of(plan), bound_seconds=min(bound, proof_of(plan).bound_seconds))
+    return replace(plan, certificate=replace(proof, status="gap") if proof.status == "optimal" and proof.gap > gap else proof)
+
+
+def proof_of(plan: Plan) -> Certificate:
+    """The certificate of a plan that a search made, which has one."""
+    assert plan.certificate is not None
+    return plan.certificate
+
+
+def _best_plan(
+    task: Task, fits: Fits, limit: float, timing: Timing, progress: Progress | None, to_beat: float
+) -> Plan:
+    """``best_plan`` of what the task's graph can be cut into."""
     _check_combination(task.pins, task.cluster.world)
     refined = Refined(task, fits, timing, LayoutMemory(limit=_LAYOUTS * limit))
     sweep = Sweep(

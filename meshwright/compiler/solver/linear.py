@@ -169,37 +169,37 @@ class _Growing:
     def __init__(self, objective: Mapping[int, float], variables: int) -> None:
         self.count, self._variables, self._objective = 0, variables, dict(objective)
         self._rows: list[tuple[_Part, float, float]] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        """A solver that was not asked yet."""
-        self._solver = pywraplp.Solver("", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
-        self._columns = [self._solver.NumVar(0.0, math.inf, "") for _ in range(self._variables)]
-        for column, weight in self._objective.items():
-            self._solver.Objective().SetCoefficient(self._columns[column], weight)
-        self._solver.Objective().SetMinimization()
-        for row in self._rows:
-            self._write(*row)
+        self._solver: pywraplp.Solver | None = None
+        self._columns: list[pywraplp.Variable] = []
 
     def add(self, part: _Part, lower: float, upper: float) -> None:
         """One more row."""
         self._rows.append((part, lower, upper))
-        self._write(part, lower, upper)
         self.count += 1
-
-    def _write(self, part: _Part, lower: float, upper: float) -> None:
-        row, columns = self._solver.RowConstraint(lower, upper, ""), self._columns
-        for column, weight in zip(part[0].tolist(), part[1].tolist(), strict=True):
-            row.SetCoefficient(columns[column], weight)
 
     def solved(self) -> tuple[float, np.ndarray] | None:
         """The optimum, and values of all variables; None if it was not found: asked again, it begins anew."""
+        solver = self._solver or self._begun()
+        for (columns, weights), lower, upper in self._rows[solver.NumConstraints() :]:
+            row = solver.RowConstraint(lower, upper, "")
+            for column, weight in zip(columns.tolist(), weights.tolist(), strict=True):
+                row.SetCoefficient(self._columns[column], weight)
         limit = min(ITERATIONS, _STUCK * self.count + 100)
-        self._solver.SetSolverSpecificParametersAsString(f"max_number_of_iterations: {limit} use_preprocessing: false")
-        if self._solver.Solve(_GOES_ON) != pywraplp.Solver.OPTIMAL:
-            self._begin()
+        solver.SetSolverSpecificParametersAsString(f"max_number_of_iterations: {limit} use_preprocessing: false")
+        ended = solver.Solve(_GOES_ON)
+        self._solver = solver if ended == pywraplp.Solver.OPTIMAL else None
+        if self._solver is None:
             return None
-        return self._solver.Objective().Value(), np.array([column.solution_value() for column in self._columns])
+        return solver.Objective().Value(), np.array([column.solution_value() for column in self._columns])
+
+    def _begun(self) -> pywraplp.Solver:
+        """A solver without rows."""
+        solver = pywraplp.Solver("", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
+        self._columns = [solver.NumVar(0.0, math.inf, "") for _ in range(self._variables)]
+        for column, weight in self._objective.items():
+            solver.Objective().SetCoefficient(self._columns[column], weight)
+        solver.Objective().SetMinimization()
+        return solver
 
 
 def _read(values: bool) -> mathopt.ModelSolveParameters:
