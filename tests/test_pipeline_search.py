@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import meshwright as mw
 from meshwright.compiler.search.blockwise import OneDevice
@@ -65,6 +65,26 @@ def test_pinned_pipelines(pool: Callable[[int], Any], name: str) -> None:
     """Four processes, as stages alone and with data and tensor parallel ranks, under every schedule, ZeRO level and
     recomputation, and what is found without a pin; clipped, two backwards a step."""
     assert differences(pool, 4, name, MODELS[name], CLIP, True, TWICE) == []
+
+
+def test_what_only_a_pipeline_cuts_is_searched_with_stages_too() -> None:
+    """One layer: with two stages it takes less than any plan without, and no bound of a search without that pin is above it. A
+    recomputation that no layer can have is named."""
+    sizes = {"n_embd": 384, "n_layer": 1, "n_head": 6, "vocab_size": 5003, "n_positions": 256}
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, use_cache=False))
+    tokens = torch.zeros((12, 48), dtype=torch.int64)
+    example = {"input_ids": tokens, "labels": tokens}
+    staged, alone, *some = (mw.plan(model, "h100@p5:2x1", example, precision="bf16", pins=pins) for pins in (
+        {"pp": 2}, {"pp": 1, "recompute": "full"}, {}, {"pp": [1, 2]}, {"schedule": ["none", "gpipe", "zb"]}))
+    step = staged.predicted.step_seconds
+    assert step < alone.predicted.step_seconds
+    assert ["recompute=full decides nothing" in note for note in alone.notes] == [True]
+    for plan in some:
+        proof = plan.certificate
+        assert proof.bound_seconds <= step * (1 + 1e-9)
+        assert plan.predicted.step_seconds <= step * (1 + 1e-9)
+        assert proof.considered == proof.pruned + proof.infeasible + proof.solved
 
 
 @pytest.mark.parametrize(("name", "pins"), [("gpt2", {"zero": 3, "microbatches": 2}), ("t5", {"schedule": "zbv"})])

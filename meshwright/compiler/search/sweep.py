@@ -162,7 +162,7 @@ class Sweep:
     @property
     def pruned(self) -> int:
         """Candidates that were never solved: proven no better, or left open."""
-        return sum(len(node.virtual) for node in self._left)
+        return sum(len(node.virtual) for node in self._left) + sum(one.outcome.startswith("no better") for one in self.seen)
 
     @property
     def effort(self) -> float:
