@@ -92,7 +92,8 @@ class OutsideSeconds:
     alone) before its first action, for ``reduce`` after its last one, less what a backward hides but no less than ``slowed`` of
     it, then for ``optimizer``::
 
-        step = gathers of rank 0 + max over ranks (end of the last action + left) + max over ranks of optimizer, at least
+        step = max over ranks (gathers - begin of the first action) + max over ranks (end of the last one + left)
+            + max over ranks of optimizer
     """
 
     gather: np.ndarray
@@ -319,6 +320,7 @@ def stage_bounds(
             done = np.maximum(begin + microbatches * work, sent) + exposed
             begins = outside.gather[0] if s else gather
             bound = np.maximum(bound + outside.slowed * outside.reduce[0], done) + optimizer + begins
+            bound = np.maximum(bound, gather + microbatches * work + exposed + optimizer)  # where gathers take longest
         yield _allowed(np.where(np.isfinite(more), bound, np.inf), units.count, s, pp)
 
 

@@ -199,13 +199,15 @@ def _costs(
             spared = most(left.backward) * back
             ends += [(spared, then, False), *([(spared + most(left.weight) * weights, then, True)] if split else [])]
     work = {late: microbatches * (forward + (inputs + weights if late else back)) + optimizer for late in (False, True)}
+    first = float(gather[known.kinds[0]].min())
+    begins.append((none - gather, 0.0 * ranks - first))  # until all is there that the rank itself gathers
     rows = [(work[late] - done - spared, before + after)
             for (done, before), (spared, after, late) in itertools.product(begins, ends)]
     slowest, path = (forward + back) if (margins.warm == microbatches).all() else back, ahead + behind + sends * (down + up)
     rows.append((none + (microbatches - 1) / virtual_stages[1] * slowest + optimizer, path + 0.0 * ranks))
     if virtual_stages == (1, 1):  # what comes before a rank and after it is all but its own
         rows.append((work[False] - warm - back, path + 0.0 * ranks))
-    room = seconds - float(gather[known.kinds[0]].min()) - np.array([beside for _, beside in rows])
+    room = seconds - first - np.array([beside for _, beside in rows])
     return np.array([cost for cost, _ in rows]), room
 
 
@@ -353,9 +355,10 @@ class _Program(LinearProgram):
     def outside(self) -> None:
         """What comes before and after the micro-batches."""
         gather, reduce, optimizer = self.classes[7:] / self.scale
-        self.add([(self.gather, 1.0), (self.amounts[:, 0], -gather)], 0.0)
+        down = float(self.units.value[1:-1].max()) / self.scale if self.units.count > 1 else 0.0
         for rank in range(self.pp):
             amounts, left = self.amounts[:, rank], (self.left[rank], 1.0)
+            self.add([(self.gather, 1.0), (amounts, -gather), (self.seconds[0, :rank, 0], 1.0)], -rank * down)
             self.add([(self.optimizer, 1.0), (amounts, -optimizer)], 0.0)
             self.add([left, (amounts, -self.slowed * reduce)], 0.0)
             self.add([left, (amounts, -reduce), (self.seconds[:, rank, 1:], 1.0)], 0.0)

@@ -239,7 +239,7 @@ class _Program(LinearProgram):
         before = np.concatenate([np.zeros((1, len(self.members))), np.cumsum(np.eye(len(self.members))[self.kinds], axis=0)])
         self.ends = units.cheapest()[:3].sum(axis=0)
         self.before, self.crossing = before[self.corners], np.stack([units.value, units.gradient], axis=1)[self.corners]
-        self.ranks, self.used = np.array(table.stage_rank), set[int]()
+        self.ranks, self.used, self.begin = np.array(table.stage_rank), set[int](), table.begins
         self.amounts = self.variables(table.stages, len(self.of))
         self.places = self.variables(*self.corners.shape)
         self.seconds, self.left = self.variables(table.stages, 3), self.variables(table.pp, 1)
@@ -285,12 +285,13 @@ class _Program(LinearProgram):
             self.add([(row, 1.0)], 1.0, 1.0)
 
     def _outside(self) -> None:
-        """What the first rank gathers before its first action, a rank's actions, what it has left after them, and the
-        optimizer of all of them."""
+        """What ranks gather before a micro-batch comes to them, their actions, what is left after them, and the optimizer."""
         (gather, reduce, optimizer), step = self.ways[7:] / self.scale, (np.zeros(1, dtype=np.int64), 1.0)
-        self.add([(self.gather, 1.0), (self.amounts[self.ranks == 0], -gather)], 0.0)
         for rank in range(self.table.pp):
             own, after = self.ranks == rank, [(self.left[rank], -1.0), (self.optimizer, -1.0), (self.gather, -1.0)]
+            if (at := self.begin.get(rank)) is not None:
+                comes = (self.seconds[:at, 0], 1.0), (self.places[:at], self.crossing[:at, :, 0] / self.scale)
+                self.add([(self.gather, 1.0), (self.amounts[own], -gather), *comes], 0.0)
             self.add([step, (self.seconds[own], -float(self.table.microbatches)), *after], 0.0)
             self.add([(self.optimizer, 1.0), (self.amounts[own], -optimizer)], 0.0)
             self.add([(self.left[rank], 1.0), (self.amounts[own], -self.outside.slowed * reduce)], 0.0)
@@ -337,15 +338,21 @@ class _Program(LinearProgram):
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ (inputs + weights), own @ reduce, own @ optimizer
         left = np.maximum(reduce - back, self.outside.slowed * reduce)
-        found = []
+        found, start = list[_Point](), self._start(gather, forward, down)
         for case, paths in enumerate(longest_paths(self.table, Times(forward, inputs, weights, down, up))):
             ends = paths.ends + left[:, case]
-            seconds = float((own[0] @ gather)[case] + ends.max() + optimizer[:, case].max())
+            seconds = float(start[case] + ends.max() + optimizer[:, case].max())
             for rank in np.flatnonzero(ends >= _WORST * ends.max()).tolist():
                 self._learn(self.paths.add(paths.runs[rank], paths.sends[rank], rank))
             found.append(_Point(points[case].amounts, points[case].places, seconds))
         self.runs += len(points)
         return found
+
+    def _start(self, gather: np.ndarray, forward: np.ndarray, down: np.ndarray) -> np.ndarray:
+        """Seconds before a step's first action [k], of those of stages [stages, k] and of what they hand on [stages - 1, k]."""
+        comes = np.concatenate([np.zeros((1, forward.shape[1])), np.cumsum(forward[:-1] + down, axis=0)])
+        waits = [gather[self.ranks == rank].sum(axis=0) - comes[stage] for rank, stage in self.begin.items()]
+        return np.asarray(np.max([*waits, 0.0 * comes[0]], axis=0))
 
     def toward(self, best: _Point, point: _Point) -> tuple[_Point, float]:
         """The better of the best point that was run and those run on the way to another; seconds at the other."""
@@ -378,7 +385,8 @@ class _Program(LinearProgram):
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ seconds[:, 1:3].sum(axis=1), own @ seconds[:, 8], own @ seconds[:, 9]
         left, rank = np.maximum(reduce - back, self.outside.slowed * reduce), np.array(self.paths.rank)[unused]
-        took += left[rank] + optimizer.max() + own[0] @ seconds[:, 7]
+        start = self._start(seconds[:, 7, None], seconds[:, 0, None], crossed[:, 0, None])
+        took += left[rank] + optimizer.max() + start
         missed = took > step * (1 + _MISSED)
         for one in np.unique(rank[missed]):
             self._learn(int(unused[np.where(missed & (rank == one), took, -math.inf).argmax()]))

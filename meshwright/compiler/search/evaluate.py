@@ -106,16 +106,17 @@ class Evaluator:
         return self._units[key]
 
     def step_of(self, candidate: Candidate, placement: Placement, units: Units, run: float) -> float:
-        """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: to those, or to the mean
-        rank's work and reductions, comes what the first rank gathers and makes of inputs alone for its first unit, and the mean
-        rank's optimizer."""
+        """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: what the first rank
+        gathers and makes of inputs alone for its first unit comes to these, or what the mean rank does to its work and
+        reductions; then its optimizer."""
         late = units.reduce.sum()
         if not candidate.split:
             late = self.costs.exposed(late, units.backward.sum())
         mean = float(candidate.microbatches * units.work + late) / candidate.pp
         alone = placement.prologue_seconds(candidate.microbatches)
-        start = float(units.gather[0]) + alone[0] if candidate.pp > 1 else sum(alone)
-        return start + max(run, mean) + float(units.optimizer.sum()) / candidate.pp
+        before = (float(units.gather.sum()) + sum(alone)) / candidate.pp if candidate.pp > 1 else sum(alone)
+        first = float(units.gather[0]) + alone[0] if candidate.pp > 1 else before
+        return max(first + run, before + mean) + float(units.optimizer.sum()) / candidate.pp
 
     def links(
         self, candidate: Candidate, degrees: Degrees, placement: Placement, work: MicrobatchSeconds, each: Array,

@@ -144,6 +144,16 @@ class Table:
         return _margins(self)
 
     @cached_property
+    def begins(self) -> dict[int, int]:
+        """The stage with which each rank begins to which a micro-batch comes straight: all ranks on the way begin with it."""
+        found, first = {0: self.stages_of(0)[0]}, [actions[0] for actions in self.ranks]
+        for rank, (stage, kind, microbatch) in enumerate(first):
+            way = enumerate(self.stage_rank[: stage + 1])
+            if kind == "F" and all(first[on] == (before, kind, microbatch) for before, on in way):
+                found[rank] = stage
+        return found
+
+    @cached_property
     def steps(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of every rank with its sends and receives, as they run."""
         _ = self.order  # which names the actions that wait for each other for ever
