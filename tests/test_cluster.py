@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -14,6 +15,7 @@ from meshwright.cost import compute
 from meshwright.cost.catalogue import Device, catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, device_for, known_devices, known_nodes
 from meshwright.cost.collectives import Network
+from meshwright.cost.form import check_form
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.mesh import Mesh
 
@@ -56,6 +58,9 @@ def test_the_devices_that_the_field_trains_on_are_there():
         ("h100:2", r"needs two sizes.*'h100:2x8'"),
         ("h100:0x8", "size of 0"),
         ("h100 2x8", "unknown device"),
+        ("h100:1x9999999999", "too many devices; give at most 4194304"), ("h100:2097152x4", "too many devices"),
+        ("tpu-v4:1x" + "9" * 5000, "too many devices"), ("h100:524288x8 + a100:1x8", "4194312 devices is too large"),
+        ("h100:1x\u0664", "cannot read cluster"),
         ("tpu-v4:4x4x4x4", "torus of 3 dims"),
     ],
 )
@@ -265,7 +270,7 @@ def test_toml_of_a_users_own(tmp_path):
     [
         ('memory = {value = 10, source = "x"}', "must be {value"),
         ('memory = {value = 10, unit = "Gib", source = "x"}', "unknown unit 'Gib'"),
-        ('like = "nothing"', "not in the catalogue"),
+        ('like = "nothing"', "device 'mine' is like 'nothing', which is not in the catalogue; the nearest is"),
         ('attention_kernel = "other"', "runs attention kernel 'other'"),
     ],
 )
@@ -302,11 +307,34 @@ link = {value = 25, unit = "GB/s", source = "label"}
         ("[610]", "[true]", "finite"), ('"us"', "3", "unknown unit 3"), ("value = 1500", "value = 0", "above 0"),
         ("[[device.mine.products]]", "[device.mine.products]", "tables of their own"),
         ("value = 1500", "value = nan", "finite"), ("value = 25", "value = 0", "above 0"),
-        ("value = 48", "value = 1", "more memory than that"), ("value = 100", "value = 0.5", "at least one of each"),
+        ("value = 48", "value = 1", "more memory than that"), ("value = 100", "value = 0.5", "1 to 1e\\+06 as a whole number"),
         ('like = "a100-80g"', 'like = "mine"', "like itself, by way of 'mine'"),
-        ('like = "a100-80g"', "like = []", "not in the catalogue"),
-        ('like = "pcie4"', 'like = "pcie4"\nper_node = "x"', "not a int"),
+        ('like = "a100-80g"', "like = []", "not a text"),
+        ('like = "pcie4"', 'like = "pcie4"\nper_node = "x"', "not a whole number from 1 to 4194304"),
         ("[device.mine]", "[device]\nother = 3\n[device.mine]", "a table"),
+        ("memory =", "memroy =", r"unknown 'memroy' in \[device.mine\]; did you mean 'memory'\? Known: "),
+        ("[[device.mine.products]]", "[[device.mine.product]]", r"'product' in \[device.mine\]; did you mean 'products'"),
+        ('dtype = "f32"', 'dtype = "f32"\nfoo = 3', r"'foo' in \[\[device.mine.products\]\], table 1; known: dtype, shapes"),
+        ("values = [610]", "values = [610], unti = 1", "'unti' in seconds of .*did you mean 'unit'"),
+        ("value = 48", "value = 48, vlaue = 9", "'vlaue' in device.mine.memory; did you mean 'value'"),
+        ("[node.office]", 'peak.zz = 1\n[node.office]', "unknown 'peak'"),
+        ("units =", 'peak.zz = 1\nunits =', "unknown 'zz' in device.mine.peak; known: f64, f32"),
+        ("units =", 'attention.flahs3 = {forward = 1, backward = 1}\nunits =', "did you mean 'flash3'"),
+        ("[node.office]", "[foo]\n[node.office]", "unknown 'foo' in the file; known: cluster, sources, device, node"),
+        ("[node.office]", "[nodes.office]", "unknown 'nodes' in the file; did you mean 'node'"),
+        ("[cluster]", "[cluster]\ndevice = 1", r"'device' in \[cluster\]; did you mean 'devices'"),
+        ("[node.office]", "[node.spare]\nnick = 1\n[node.office]", r"'nick' in \[node.spare\]; did you mean 'nic'"),
+        ('"us"', '"GB"', "seconds has unit 'GB', which does not fit; fitting: us, ms, s"),
+        ('48, unit = "GiB"', '48, unit = "us"', "memory has unit 'us', which does not fit; fitting: B, MB, GB, MiB, GiB"),
+        ("units =", 'power = {value = 4, unit = "s", source = ""}\nunits =', "unit 's', which does not fit; fitting: W"),
+        ("[610]", "[1e-320]", "is 1e-320 us; give 1e-12 to 1e\\+06 seconds"), ("[610]", f"[1{'0' * 400}]", "give 1e-12 to 1e"),
+        ("[610]", f"[0x{'f' * 9999}]", "is more digits than Python writes us; give"),
+        ("value = 48", "value = 1e300", "is 1e\\+300 GiB; give 1 to 1e\\+18 bytes"),
+        ("[4096, 4096, 4096]", f"[4096, 4096, 1{'0' * 400}]", "whole numbers from 1 to 1099511627776"),
+        ("units =", 'matmul_efficiency = {value = 5, unit = "1", source = ""}\nunits =', "is 5; give 1e-06 to 1 of the whole"),
+        ('like = "pcie4"', 'like = "pcie4"\nkind = "torus"', "torus of no dims; give torus_dims"),
+        ('source = "mine"', "source = [1]", "say in a text"), ("like = ", "node = 1\nlike = ", "mine.node is 1, not a text"),
+        ("like = ", "aliases = [1]\nlike = ", "not a list of texts"), ("like = ", f"title = {'[' * 9999}", "no TOML file"),
     ],
 )
 def test_files_with_odd_values_are_refused(tmp_path, old, new, message):
@@ -316,6 +344,23 @@ def test_files_with_odd_values_are_refused(tmp_path, old, new, message):
     path.write_text(FILE.replace(old, new), encoding="utf-8")
     with pytest.raises(ClusterError, match=message):
         Cluster.from_toml(path)
+
+
+def test_the_catalogue_has_the_form_of_a_file():
+    check_form(catalogue(), catalogue())
+
+
+def test_a_file_of_ones_own_is_like_any_name_of_the_catalogue(tmp_path):
+    path = tmp_path / "like.toml"
+    path.write_text('[cluster]\ndevices = "Mine:1x4"\n[device.Mine]\nlike = "h100"\n', encoding="utf-8")
+    device, plain = Cluster.from_toml(path).device, Cluster.parse("h100:1x4").device
+    assert replace(device, name=plain.name, title=plain.title) == plain
+
+
+def test_files_that_cannot_be_opened(tmp_path):
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ClusterError, match=r"cannot be read: .*; name a cluster file"):
+            Cluster.from_toml(path)
 
 
 def test_toml_without_a_cluster(tmp_path):

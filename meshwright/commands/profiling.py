@@ -171,7 +171,7 @@ def check_request(path: Path, name: str, nodes: int) -> None:
     """Raise InputError for what ``write`` could not write, before anything is captured or measured."""
     if path.suffix != ".toml":
         raise InputError(f"{path} would not be read as a cluster file; give it a name that ends with .toml")
-    if not name.isidentifier():
+    if not (name.isidentifier() and name.isascii()):
         raise InputError(f"{name!r} cannot be the name of a device in a cluster file; use letters, digits and underscores")
     _check_nodes(int(os.environ.get("WORLD_SIZE", 1)), nodes)
 

@@ -1,8 +1,8 @@
 """The catalogue: devices and nodes from tables whose numbers carry a unit and a source.
 
 Tables ``[device.NAME]`` and ``[node.NAME]`` hold numbers ``{value, unit, source}``; ``like = "NAME"`` takes over what is not
-given; ``[sources]`` spells the sources out. ``catalogue.toml`` beside this file is the one that comes along. Units, and tables
-of what was measured: ``tables``.
+given; ``[sources]`` spells the sources out. ``catalogue.toml`` beside this file is the one that comes along. Units, limits and
+tables of what was measured: ``tables``. Which names a file may hold: ``form``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,23 @@ from typing import Any
 import torch
 
 from meshwright.cost.tables import (
+    BANDWIDTH,
+    BYTES,
+    COUNT,
+    FACTOR,
+    FLOPS,
+    FRACTION,
+    POWER,
+    SECONDS,
+    SIZE,
     ClusterError,
     MeasuredAttention,
     MeasuredCollective,
     MeasuredModule,
     MeasuredProducts,
     MeasuredStream,
+    Quantity,
+    quoted,
     read_attention,
     read_collective,
     read_module,
@@ -35,6 +46,8 @@ from meshwright.cost.tables import (
 from meshwright.ir.sharding import DTYPE_NAMES
 
 _FABRICS = ("switch", "ring", "bus", "mesh", "torus")
+MOST_DIMS = 6
+"""Dims of a torus, at most."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +214,7 @@ def device_for(name: str, memory_bytes: int) -> str:
     fitting = [key for key, family in families.items() if family in words and len(family) == length]
     if not fitting:
         raise ClusterError(f"no device of the catalogue matches {name!r}; pass a Cluster; known: {', '.join(sorted(tables))}")
-    sizes = {key: read_number(lookup(key, catalogue(), "device")[1]["memory"], key) for key in fitting}
+    sizes = {key: read_number(lookup(key, catalogue(), "device")[1]["memory"], key, BYTES) for key in fitting}
     nearest: str = min(fitting, key=lambda key: abs(sizes[key] - memory_bytes))
     return nearest
 
@@ -212,78 +225,68 @@ def lookup(
     """(canonical name, table with ``like`` resolved); the error lists the known ones and the nearest. ``seen``: those that are
     like this one."""
     tables = everything[what]
-    _check_shape(what, tables)
-    aliases = {alias: key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
+    aliases = {alias.lower(): key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
     if name.lower() not in aliases:
-        near = difflib.get_close_matches(name.lower(), aliases, n=1, cutoff=0.0)
-        raise ClusterError(f"unknown {what} {name!r}; the nearest is {near[0]!r}; known: {', '.join(sorted(tables))}")
+        near = difflib.get_close_matches(name.lower(), aliases, n=1, cutoff=0.0)[0]
+        alone, like = f"unknown {what} {quoted(name)}", f"is like {quoted(name)}, which is not in the catalogue"
+        asked = f"{what} {seen[-1]!r} {like}" if seen else alone
+        raise ClusterError(f"{asked}; the nearest is {near!r}; known: {', '.join(sorted(tables))}")
     key = aliases[name.lower()]
     if key in seen:
         way = " and ".join(map(repr, seen))
         raise ClusterError(f"{what} {key!r} is like itself, by way of {way}; name one of the catalogue")
     table = dict(tables[key])
     if "like" in table:
-        if not isinstance(table["like"], str) or table["like"] not in tables:
-            raise ClusterError(f"{what} {key!r} is like {table['like']!r}, which is not in the catalogue")
         base = lookup(table["like"], everything, what, (*seen, key))[1]
         nested = {part: {**base.get(part, {}), **table.get(part, {})} for part in ("peak", "attention")}
         table = {**base, **table, **nested}
     return key, table
 
 
-def _check_shape(what: str, tables: Mapping[str, Any]) -> None:
-    """Raise ClusterError for devices or nodes that are no tables, or hold something else where text or tables belong."""
-    kinds: Mapping[str, type] = {
-        "title": str, "aliases": list, "peak": dict, "attention": dict, "per_node": int, "torus_dims": int,
-    }
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise ClusterError(f"{what} {name!r} is {table!r}; it is a table, as in [{what}.{name}]")
-        for key, kind in kinds.items():
-            if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
-                raise ClusterError(f"{what}.{name}.{key} is {table[key]!r}, not a {kind.__name__}")
-        sides = table.get("attention", {}).items()
-        for kernel, both in sides:
-            if not isinstance(both, dict) or not {"forward", "backward"} <= set(both):
-                raise ClusterError(f"{what}.{name}.attention.{kernel} is {both!r}; it has a forward and a backward")
-        if table.get("per_node", 1) < 1:
-            raise ClusterError(f"{what}.{name}.per_node is {table['per_node']}; a node has at least one device")
-
-
-def _read(what: str, name: str, table: Mapping[str, Any], keys: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any]:
+def _read(
+    what: str, name: str, table: Mapping[str, Any], keys: Mapping[str, tuple[str, Quantity]], texts: Mapping[str, str]
+) -> dict[str, Any]:
     """{field: number} and their sources from a table."""
     missing = [key for key in keys if key not in table]
     if missing:
         raise ClusterError(f"{what} {name!r} lacks {', '.join(missing)}")
     numbers: dict[str, Any] = {
-        field_: read_number(table[key], f"{what}.{name}.{key}", above=key in _ABOVE) for key, field_ in keys.items()
+        field_: read_number(table[key], f"{what}.{name}.{key}", quantity, above=key in _ABOVE)
+        for key, (field_, quantity) in keys.items()
     }
-    numbers["sources"] = {field_: _source(table[key], texts) for key, field_ in keys.items()}
+    numbers["sources"] = {field_: _source(table[key], texts) for key, (field_, _) in keys.items()}
     return numbers
 
 
 def _source(entry: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-    return texts.get(entry["source"], str(entry["source"]))
+    return texts.get(entry["source"], entry["source"])
 
 
 _IDLE = 0.1
 """Assumed: the part of a board's power that its clocks do not change."""
-_DEVICE_KEYS: Mapping[str, str] = {
-    "memory": "memory_bytes", "reserve": "reserve_bytes", "memory_bandwidth": "memory_bandwidth",
-    "matmul_efficiency": "matmul_efficiency", "memory_efficiency": "memory_efficiency",
-    "kernel": "kernel_seconds", "units": "units", "tile": "tile", "depth": "depth",
-    "unaligned": "unaligned", "contention": "contention",
+_DEVICE_KEYS: Mapping[str, tuple[str, Quantity]] = {
+    "memory": ("memory_bytes", BYTES), "reserve": ("reserve_bytes", BYTES), "memory_bandwidth": ("memory_bandwidth", BANDWIDTH),
+    "matmul_efficiency": ("matmul_efficiency", FRACTION), "memory_efficiency": ("memory_efficiency", FRACTION),
+    "kernel": ("kernel_seconds", SECONDS), "units": ("units", COUNT), "tile": ("tile", COUNT), "depth": ("depth", SIZE),
+    "unaligned": ("unaligned", FRACTION), "contention": ("contention", FACTOR),
 }
-_NODE_KEYS: Mapping[str, str] = {
-    "link": "link_bandwidth", "link_latency": "link_latency", "ring": "ring_efficiency", "reduce": "reduce_efficiency",
-    "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
-    "start": "start_latency",
+_POWER_KEYS = ("power", "rated")
+_NODE_KEYS: Mapping[str, tuple[str, Quantity]] = {
+    "link": ("link_bandwidth", BANDWIDTH), "link_latency": ("link_latency", SECONDS), "ring": ("ring_efficiency", FRACTION),
+    "reduce": ("reduce_efficiency", FRACTION), "nics": ("nics", COUNT), "nic": ("nic_bandwidth", BANDWIDTH),
+    "nic_latency": ("nic_latency", SECONDS), "nic_efficiency": ("nic_efficiency", FRACTION),
+    "start": ("start_latency", SECONDS),
 }
 _ABOVE = {*_DEVICE_KEYS, "link", "ring", "nic_efficiency", "overlapped_bandwidth"} - {"reserve", "kernel"}
 """What divides."""
-_NODE_OPTIONAL: Mapping[str, str] = {
-    "congestion": "congestion", "overlapped_bandwidth": "overlapped_bandwidth", "ring_hop": "ring_hop", "ring_out": "ring_out",
+_NODE_OPTIONAL: Mapping[str, tuple[str, Quantity]] = {
+    "congestion": ("congestion", FRACTION), "overlapped_bandwidth": ("overlapped_bandwidth", FRACTION),
+    "ring_hop": ("ring_hop", SECONDS), "ring_out": ("ring_out", SECONDS),
 }
+NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "device": (*_DEVICE_KEYS, *_POWER_KEYS), "node": (*_NODE_KEYS, *_NODE_OPTIONAL),
+}
+"""Keys of a device's and a node's numbers."""
 
 
 def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Device:
@@ -292,21 +295,21 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
     peaks = table.get("peak", {})
     if not peaks:
         raise ClusterError(f"device {name!r} lists no peak FLOP/s, as in peak.bf16 = {{...}}")
-    peak = {dtype: read_number(entry, f"device.{name}.peak.{dtype}", above=True) for dtype, entry in peaks.items()}
+    peak = {dtype: read_number(entry, f"device.{name}.peak.{dtype}", FLOPS, above=True) for dtype, entry in peaks.items()}
     numbers["sources"].update({f"peak.{dtype}": _source(entry, texts) for dtype, entry in peaks.items()})
     for key in ("memory_bytes", "reserve_bytes", "units", "tile"):
         numbers[key] = int(numbers[key])
-    if min(numbers["units"], numbers["tile"]) < 1 or numbers["memory_bytes"] <= numbers["reserve_bytes"]:
-        raise ClusterError(f"device {name!r} has {numbers['units']} units with tiles of {numbers['tile']} and "
-                           f"{numbers['memory_bytes']} B of memory, of which {numbers['reserve_bytes']} B are its context's; "
-                           "give at least one of each, and more memory than that (reserve)")
-    kernels, default = table.get("attention", {}), str(table.get("attention_kernel"))
+    if numbers["memory_bytes"] <= numbers["reserve_bytes"]:
+        raise ClusterError(f"device {name!r} has {numbers['memory_bytes']} B of memory, of which {numbers['reserve_bytes']} B "
+                           "are its context's; give more memory than that (reserve)")
+    kernels, default = table.get("attention", {}), table.get("attention_kernel", "")
     if default not in kernels:
         raise ClusterError(f"device {name!r} runs attention kernel {default!r}, but lists {', '.join(kernels) or 'none'}")
     attention = {}
     for kernel, sides in kernels.items():
         where = f"device.{name}.attention.{kernel}"
-        attention[kernel] = (read_number(sides["forward"], where, True), read_number(sides["backward"], where, True))
+        attention[kernel] = (read_number(sides["forward"], f"{where}.forward", FRACTION, above=True),
+                             read_number(sides["backward"], f"{where}.backward", FRACTION, above=True))
         numbers["sources"][f"attention.{kernel}"] = _source(sides["forward"], texts)
     slower = _clocks(name, table)
     numbers["matmul_efficiency"] *= slower
@@ -328,9 +331,10 @@ def _clocks(name: str, table: Mapping[str, Any]) -> float:
     >>> round(_clocks("", {"power": watts(500), "rated": watts(700)}), 2), _clocks("", {})
     (0.88, 1.0)
     """
-    if not {"power", "rated"} <= set(table):
+    watts = {key: read_number(table[key], f"device.{name}.{key}", POWER, above=True) for key in _POWER_KEYS if key in table}
+    if len(watts) < len(_POWER_KEYS):
         return 1.0
-    power, rated = (read_number(table[key], f"device.{name}.{key}", above=True) for key in ("power", "rated"))
+    power, rated = (watts[key] for key in _POWER_KEYS)
     if power <= _IDLE * rated:
         raise ClusterError(f"device {name!r} runs at {power:g} W, no more than the {_IDLE * rated:g} W that it idles at")
     return float(min(1.0, ((power / rated - _IDLE) / (1.0 - _IDLE)) ** (1 / 3)))
@@ -339,9 +343,13 @@ def _clocks(name: str, table: Mapping[str, Any]) -> float:
 def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
     """A node from its table."""
     if table.get("kind") not in _FABRICS:
-        raise ClusterError(f"node {name!r} is of kind {table.get('kind')!r}; known: {', '.join(_FABRICS)}")
+        raise ClusterError(f"node {name!r} is of kind {quoted(table.get('kind'))}; known: {', '.join(_FABRICS)}")
     keys = {**_NODE_KEYS, **{key: field_ for key, field_ in _NODE_OPTIONAL.items() if key in table}}
     numbers = _read("node", name, table, keys, texts)
+    if table["kind"] == "torus" and not table.get("torus_dims"):
+        raise ClusterError(f"node {name!r} is a torus of no dims; give torus_dims, a whole number from 1 to {MOST_DIMS}")
+    if "per_node" not in table:
+        raise ClusterError(f"node {name!r} lacks per_node; give the devices of a node")
     numbers["nics"] = int(numbers["nics"])
     return Node(
         name=name, title=table.get("title", name), kind=table["kind"], per_node=table["per_node"],

@@ -6,7 +6,7 @@
     "h100:2x8 + a100:4x8"       two kinds in one cluster (described; planning on them is refused)
 
 Ranks fill a node before the next one starts. A file of the user's own has the form of the catalogue (``catalogue.py``) and a
-table ``[cluster]`` with ``devices = "NAME:2x8"``. Bytes, bytes per second, seconds.
+table ``[cluster]`` with ``devices = "NAME:2x8"``; what it may hold: ``form.py``. Bytes, bytes per second, seconds.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from meshwright.cost.catalogue import (
     read_device,
     read_node,
 )
-from meshwright.cost.tables import ClusterError
+from meshwright.cost.form import check_form
+from meshwright.cost.tables import MOST_DEVICES, ClusterError, quoted
 
 __all__ = ["Cluster", "ClusterError", "Device", "Island", "Node", "device_for", "known_devices", "known_nodes"]
 
 HEADROOM = 0.03
 """The part of a device's memory, without the context, that plans leave free unless told otherwise: communicators hold buffers
 of hundreds of megabytes, and the allocator rounds up and cannot use every gap."""
-_SPEC = re.compile(r"([\w.-]+)(?:@([\w.-]+))?(?::(\d+(?:x\d+)*))?")
+_SPEC = re.compile(r"([\w.-]+)(?:@([\w.-]+))?(?::([0-9]+(?:x[0-9]+)*))?")
 
 
 @dataclass(frozen=True)
@@ -81,24 +82,31 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
-        """A cluster from a user's file: ``[cluster] devices = "..."`` and tables that add to or replace the catalogue's."""
+        """A cluster from a user's file: ``[cluster] devices = "..."`` and tables that add to or replace the catalogue's. Raises
+        ClusterError, also for a file that cannot be opened and for names that are not known."""
         try:
             text = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # no UTF-8, or no TOML
+        except OSError as error:
+            raise ClusterError(f"{path} cannot be read: {error.strerror}; name a cluster file, like what meshwright profile "
+                               "writes") from error
+        except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or tables in tables without end
             raise ClusterError(f"{path} is no TOML file: {error}; it is like what meshwright profile writes") from error
-        for name in ("cluster", "sources", "device", "node"):
-            if not isinstance(text.get(name, {}), dict):
-                raise ClusterError(f"{path}: {name} is a {type(text[name]).__name__}; it is a table, as in [{name}]")
-        devices = text.get("cluster", {}).get("devices")
-        if not isinstance(devices, str):
-            raise ClusterError(f'{path} has no line devices = "NAME:nodes x per node" in a table [cluster]')
         base = catalogue()
-        merged = {key: {**base.get(key, {}), **text.get(key, {})} for key in ("sources", "device", "node")}
-        return cls(tuple(_island(part.strip(), merged) for part in devices.split("+")))
+        try:
+            check_form(text, base)
+            devices = text.get("cluster", {}).get("devices")
+            if devices is None:
+                raise ClusterError('there is no line devices = "NAME:nodes x per node" in a table [cluster]')
+            merged = {key: {**base.get(key, {}), **text.get(key, {})} for key in ("sources", "device", "node")}
+            return cls(tuple(_island(part.strip(), merged) for part in devices.split("+")))
+        except ClusterError as error:
+            raise ClusterError(f"{path}: {error}") from error
 
     def __post_init__(self) -> None:
         if not self.islands:
             raise ClusterError("a cluster has at least one device")
+        if self.world > MOST_DEVICES:
+            raise ClusterError(f"a cluster of {self.world} devices is too large; give at most {MOST_DEVICES}")
 
     @property
     def island(self) -> Island:
@@ -245,19 +253,31 @@ class Cluster:
 def _island(text: str, tables: Mapping[str, Any]) -> Island:
     match = _SPEC.fullmatch(text.replace(" ", ""))
     if not match:
-        raise ClusterError(f"cannot read cluster {text!r}; it is like 'h100:16x8' (device:nodes x devices per node)")
+        raise ClusterError(f"cannot read cluster {quoted(text)}; it is like 'h100:16x8' (device:nodes x devices per node)")
     name, node_name, sizes = match.groups()
     device_name, table = lookup(name, tables, "device")
     device = read_device(device_name, table, tables["sources"])
+    if not node_name and "node" not in table:
+        raise ClusterError(f"device {device_name!r} names no node; add a line node = \"...\", or write "
+                           f"'{name}@NODE:2x8'; known: {', '.join(sorted(tables['node']))}")
     node = read_node(*lookup(node_name or table["node"], tables, "node"), tables["sources"])
-    numbers = tuple(int(size) for size in sizes.split("x")) if sizes else (1, 1)
-    if 0 in numbers:
-        raise ClusterError(f"cluster {text!r} has a size of 0; sizes are at least 1")
+    numbers = _sizes(text, sizes or "1x1")
     if node.kind == "torus":
         return _torus(text, device, node, numbers)
     if len(numbers) != 2:
-        raise ClusterError(f"cluster {text!r} needs two sizes, nodes x devices per node, as in '{name}:2x{node.per_node}'")
+        raise ClusterError(f"cluster {quoted(text)} needs two sizes, nodes x devices per node, as in "
+                           f"'{name}:2x{node.per_node}'")
     return Island(device, node, numbers[0], numbers[1])
+
+
+def _sizes(text: str, sizes: str) -> tuple[int, ...]:
+    """The sizes of a cluster, each at least 1 and no more than ``MOST_DEVICES`` in all. Raises ClusterError."""
+    digits = [size.lstrip("0") for size in sizes.split("x")]
+    if "" in digits:
+        raise ClusterError(f"cluster {quoted(text)} has a size of 0; sizes are at least 1")
+    if max(map(len, digits)) > len(str(MOST_DEVICES)) or math.prod(map(int, digits)) > MOST_DEVICES:
+        raise ClusterError(f"cluster {quoted(text)} has too many devices; give at most {MOST_DEVICES}")
+    return tuple(map(int, digits))
 
 
 def _torus(text: str, device: Device, node: Node, numbers: tuple[int, ...]) -> Island:
@@ -265,16 +285,18 @@ def _torus(text: str, device: Device, node: Node, numbers: tuple[int, ...]) -> I
     world = math.prod(numbers)
     dims = numbers if len(numbers) == node.torus_dims else _balanced(world, node.torus_dims)
     if len(numbers) not in (2, node.torus_dims):
-        raise ClusterError(f"cluster {text!r}: {device.name} is a torus of {node.torus_dims} dims, as in '{device.name}:4x4x8'")
+        like = "x".join(["4"] * node.torus_dims)
+        raise ClusterError(f"cluster {quoted(text)}: {device.name} is a torus of {node.torus_dims} dims, as in "
+                           f"'{device.name}:{like}'")
     per_node = math.gcd(world, node.per_node)
     return Island(device, node, world // per_node, per_node, dims)
 
 
 def _balanced(world: int, dims: int) -> tuple[int, ...]:
-    """``world`` as a product of ``dims`` factors with the smallest sum, ascending."""
+    """``world`` as a product of ``dims`` factors with the smallest sum, ascending: tried is each that may be the smallest."""
     if dims == 1:
         return (world,)
-    options = [tuple(sorted((d, *_balanced(world // d, dims - 1)))) for d in sympy.divisors(world) if d * d <= world]
+    options = [tuple(sorted((d, *_balanced(world // d, dims - 1)))) for d in sympy.divisors(world) if d**dims <= world]
     return min(options, key=sum)
 
 

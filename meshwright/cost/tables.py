@@ -1,7 +1,8 @@
 """Numbers and measured tables of a catalogue or of a user's file: read, converted, and refused if they are none.
 
 A number is ``{value, unit, source}``, a column of a measured table ``{values, unit, source}``. Quantities leave this module in
-bytes, bytes per second, seconds and FLOP/s; decimal units are powers of ten, "MiB" and "GiB" powers of two.
+bytes, bytes per second, seconds and FLOP/s; decimal units are powers of ten, "MiB" and "GiB" powers of two. Every ``Quantity``
+has units of its own and limits far beyond any machine, so that no price overflows or is 0.
 """
 
 from __future__ import annotations
@@ -14,14 +15,45 @@ from typing import Any, TypeVar
 from meshwright.errors import MeshwrightError
 from meshwright.ir.sharding import DTYPE_NAMES
 
-_UNITS: Mapping[str, float] = {
-    "1": 1.0, "W": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,
-    "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30,
-    "Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12,
-}
+MOST_DEVICES = 2**22
+"""Devices of a cluster, at most: well above any that was built."""
+_MOST_SIZE = 2**40
+"""A dim of a measured shape, at most."""
+
 
 class ClusterError(MeshwrightError, ValueError):
     """A cluster that cannot be read, or a device or node that is not known."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a number of a file stands for.
+
+    name: what it is given in, for messages
+    units: {unit: how many of ``name``}
+    least, most: limits of a number that is not 0, in ``name``
+    whole: whether it counts things
+    """
+
+    name: str
+    units: Mapping[str, float]
+    least: float
+    most: float
+    whole: bool = False
+
+
+BYTES = Quantity("bytes", {"B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30}, 1.0, 1e18)
+BANDWIDTH = Quantity("bytes per second", {"Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12}, 1.0, 1e18)
+SECONDS = Quantity("seconds", {"us": 1e-6, "ms": 1e-3, "s": 1.0}, 1e-12, 1e6)
+FLOPS = Quantity("FLOP/s", {"TFLOP/s": 1e12}, 1e6, 1e21)
+POWER = Quantity("W", {"W": 1.0}, 1e-3, 1e6)
+FRACTION = Quantity("of the whole", {"1": 1.0}, 1e-6, 1.0)
+FACTOR = Quantity("as a factor", {"1": 1.0}, 1.0, 1e3)
+SIZE = Quantity("as a plain number", {"1": 1.0}, 1e-3, 1e6)
+COUNT = Quantity("as a whole number", {"1": 1.0}, 1.0, 1e6, whole=True)
+_UNITS = frozenset(unit for one in (BYTES, BANDWIDTH, SECONDS, FLOPS, POWER, FRACTION) for unit in one.units)
+_SHOWN = 200
+"""Characters of a file's value that a message quotes."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +109,52 @@ class MeasuredCollective:
     seconds: tuple[float, ...]
 
 
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "products": ("dtype", "shapes", "seconds"), "streams": ("kind", "dtype", "bytes", "seconds"),
+    "attentions": ("dtype", "causal", "shapes", "forward", "backward"),
+    "modules": ("module", "dtype", "points", "forward", "backward"),
+    "collectives": ("kind", "ranks", "nodes", "bytes", "seconds"),
+}
+"""What each measured table holds."""
 _STREAMS = ("pointwise", "linear", "reduce", "norm", "gather", "copy", "loss", "factory")
 """Kinds of work (``ir.declared.operator.KINDS_OF_WORK``) that are bound by memory."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
-def read_number(entry: Any, where: str, above: bool = False) -> float:
-    """A number of a table, not below 0; ``above``: nor 0. Raises ClusterError."""
+def quoted(value: Any) -> str:
+    """A value of a file as a message shows it: cut where it is long.
+
+    >>> quoted([1, "us"]), quoted(16**9999), len(quoted("x" * 9999))
+    ("[1, 'us']", 'more digits than Python writes', 203)
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        return "more digits than Python writes"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def read_number(entry: Any, where: str, quantity: Quantity, above: bool = False) -> float:
+    """A number of a table, not below 0; ``above``: nor 0. Raises ClusterError, also for a unit of another quantity and for what
+    is beyond the limits."""
     if not isinstance(entry, Mapping) or not {"value", "unit", "source"} <= set(entry):
-        raise ClusterError(f"{where} must be {{value = ..., unit = ..., source = ...}}, not {entry!r}")
-    if not isinstance(entry["unit"], str) or entry["unit"] not in _UNITS:
-        raise ClusterError(f"{where} has unknown unit {entry['unit']!r}; known: {', '.join(_UNITS)}")
-    value = entry["value"]
-    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        raise ClusterError(f"{where} must be {{value = ..., unit = ..., source = ...}}, not {quoted(entry)}")
+    value, unit, units = entry["value"], entry["unit"], quantity.units
+    if not isinstance(unit, str) or unit not in units:
+        known = isinstance(unit, str) and unit in _UNITS
+        raise ClusterError(f"{where} has {f'unit {unit!r}, which does not fit' if known else f'unknown unit {quoted(unit)}'}; "
+                           f"fitting: {', '.join(units)}")
+    if not isinstance(entry["source"], str):
+        raise ClusterError(f"{where} has source {quoted(entry['source'])}; say in a text where the number comes from")
+    real = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if not real or value < 0 or (above and not value):
-        raise ClusterError(f"{where} needs finite numbers {'above 0' if above else 'not below 0'}, not {value!r}")
-    return float(value) * _UNITS[entry["unit"]]
+        raise ClusterError(f"{where} needs finite numbers {'above 0' if above else 'not below 0'}, not {quoted(value)}")
+    factor = units[unit]
+    inside = not value or quantity.least / factor <= value <= quantity.most / factor
+    if not inside or (quantity.whole and value != int(value)):
+        raise ClusterError(f"{where} is {quoted(value)}{'' if unit == '1' else ' ' + unit}; give {quantity.least:g} to "
+                           f"{quantity.most:g} {quantity.name}")
+    return float(value) * factor
 
 
 Read = TypeVar("Read")
@@ -108,14 +170,14 @@ def read_tables(
     return tuple(read(name, one) for one in found)
 
 
-def _column(entry: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+def _column(entry: Mapping[str, Any], key: str, where: str, quantity: Quantity = SECONDS) -> tuple[float, ...]:
     """A column {values, unit, source} of a measured table, ascending order not needed; all above 0."""
     column = entry.get(key)
     if not isinstance(column, Mapping) or not {"values", "unit", "source"} <= set(column):
-        raise ClusterError(f"{where}: {key} must be {{values = [...], unit = ..., source = ...}}, not {column!r}")
+        raise ClusterError(f"{where}: {key} must be {{values = [...], unit = ..., source = ...}}, not {quoted(column)}")
     if not isinstance(column["values"], list) or not column["values"]:
-        raise ClusterError(f"{where}: {key} needs a list of numbers above 0, not {column['values']!r}")
-    return tuple(read_number({**column, "value": value}, f"{where}: {key}", above=True) for value in column["values"])
+        raise ClusterError(f"{where}: {key} needs a list of numbers above 0, not {quoted(column['values'])}")
+    return tuple(read_number({**column, "value": one}, f"{where}: {key}", quantity, above=True) for one in column["values"])
 
 
 def read_products(name: str, entry: Mapping[str, Any]) -> MeasuredProducts:
@@ -129,11 +191,11 @@ def read_products(name: str, entry: Mapping[str, Any]) -> MeasuredProducts:
 def read_stream(name: str, entry: Mapping[str, Any]) -> MeasuredStream:
     """Work of a device that is bound by memory, from its table. Raises ClusterError."""
     where = f"device {name!r}, streams"
-    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
+    bytes_, seconds = _column(entry, "bytes", where, BYTES), _column(entry, "seconds", where)
     if len(bytes_) != len(seconds):
         raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
     if entry.get("kind") not in _STREAMS:
-        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_STREAMS)}")
+        raise ClusterError(f"{where}: kind {quoted(entry.get('kind'))} is none of {', '.join(_STREAMS)}")
     order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
     ordered = (tuple(column[i] for i in order) for column in (bytes_, seconds))
     return MeasuredStream(entry["kind"], _dtype(entry, where), *ordered)
@@ -147,7 +209,7 @@ def read_attention(name: str, entry: Mapping[str, Any]) -> MeasuredAttention:
     if len(forward) != len(backward):
         raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
     if not isinstance(entry.get("causal", False), bool):
-        raise ClusterError(f"{where}: causal must be true or false, not {entry['causal']!r}")
+        raise ClusterError(f"{where}: causal must be true or false, not {quoted(entry['causal'])}")
     causal = entry.get("causal", False)
     return MeasuredAttention(_dtype(entry, where), causal, shapes, forward, backward)  # type: ignore[arg-type]
 
@@ -157,7 +219,7 @@ def read_module(name: str, entry: Mapping[str, Any]) -> MeasuredModule:
     where = f"device {name!r}, modules"
     pattern = entry.get("module")
     if not isinstance(pattern, str) or not all(pattern.split(".")):
-        raise ClusterError(f"{where}: module must be a path such as \"model.layers.*\", not {pattern!r}")
+        raise ClusterError(f"{where}: module must be a path such as \"model.layers.*\", not {quoted(pattern)}")
     forward, backward = _column(entry, "forward", where), _column(entry, "backward", where)
     if len(forward) != len(backward):
         raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
@@ -173,30 +235,32 @@ def _shapes(
     """The shapes of a measured table, one for each of its ``count`` rows."""
     shapes = entry.get(f"{what}s", ())
     whole = isinstance(shapes, list) and all(
-        isinstance(shape, list) and len(shape) == len(dims) and all(type(size) is int and size > 0 for size in shape)
-        for shape in shapes
+        isinstance(shape, list) and len(shape) == len(dims)
+        and all(type(size) is int and 0 < size <= _MOST_SIZE for size in shape) for shape in shapes
     )
     if not whole or len(shapes) != count:
-        raise ClusterError(f"{where}: every one of {count} seconds needs a {what} [{', '.join(dims)}], got {shapes!r}")
+        raise ClusterError(f"{where}: every one of {count} seconds needs a {what} [{', '.join(dims)}] of whole numbers from 1 "
+                           f"to {_MOST_SIZE}, got {quoted(shapes)}")
     return tuple(tuple(shape) for shape in shapes)
 
 
 def _dtype(entry: Mapping[str, Any], where: str) -> str:
     if entry.get("dtype") not in DTYPE_NAMES.values():
-        raise ClusterError(f"{where}: dtype {entry.get('dtype')!r} is none of {', '.join(DTYPE_NAMES.values())}")
+        raise ClusterError(f"{where}: dtype {quoted(entry.get('dtype'))} is none of {', '.join(DTYPE_NAMES.values())}")
     return str(entry["dtype"])
 
 
 def read_collective(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:
     """A collective of a node, from its table. Raises ClusterError."""
     where = f"node {name!r}, collectives"
-    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
+    bytes_, seconds = _column(entry, "bytes", where, BYTES), _column(entry, "seconds", where)
     ranks, nodes = entry.get("ranks"), entry.get("nodes", 1)
     if len(bytes_) != len(seconds):
         raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
     if entry.get("kind") not in _COLLECTIVES:
-        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_COLLECTIVES)}")
-    if not isinstance(ranks, int) or not isinstance(nodes, int) or nodes < 1 or ranks < 2 or ranks % nodes:
-        raise ClusterError(f"{where}: {ranks!r} ranks on {nodes!r} nodes is no group; at least 2, as many on every node")
+        raise ClusterError(f"{where}: kind {quoted(entry.get('kind'))} is none of {', '.join(_COLLECTIVES)}")
+    if type(ranks) is not int or type(nodes) is not int or nodes < 1 or not 2 <= ranks <= MOST_DEVICES or ranks % nodes:
+        raise ClusterError(f"{where}: {quoted(ranks)} ranks on {quoted(nodes)} nodes is no group; 2 to {MOST_DEVICES}, as many "
+                           "on every node")
     order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
     return MeasuredCollective(entry["kind"], ranks, nodes, tuple(bytes_[i] for i in order), tuple(seconds[i] for i in order))
