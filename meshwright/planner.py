@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.microbatch import read_apart, split_counts
-from meshwright.compiler.structure.units import find_layers, find_units, split_at
+from meshwright.compiler.structure.units import find_layers, find_units, split_at, start_of
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
@@ -116,6 +116,7 @@ def _made(
     if progress is not None:
         progress("what operators may choose", 0.0)
     if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further
+        _check_cuts(graph, pins.stage_cuts)
         graph = split_at(find_layers(graph), pins.stage_cuts)
     rules, notes = rules_of(graph, strict)
     check_tensor_pins(pins, graph)
@@ -142,6 +143,16 @@ def _made(
         registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
+
+
+def _check_cuts(graph: Graph, names: Sequence[str]) -> None:
+    """Raise PinError for two names of stages that start at one operator."""
+    known: dict[int, str] = {}
+    for name in names:
+        at = start_of(graph, name)
+        if at is not None and (other := known.setdefault(at, name)) != name:
+            raise PinError(f"pin stage_cuts: {other!r} and {name!r} begin with the same operator, {graph.ops[at].target}, so "
+                           "there is nothing between them to be a stage; name one of them")
 
 
 def _settled(task: Task, given: Plan, fits: Fits) -> Plan:

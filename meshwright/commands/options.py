@@ -14,6 +14,8 @@ MODEL = 'A transformers config (folder or config.json; no weights needed), "modu
 Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
 Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
+_LONG = 20
+"""Digits that no number of an option has: what is longer is no number."""
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
@@ -37,7 +39,7 @@ def pin_of(text: str | None) -> Any:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    values = [int(word) if word.isascii() and word.isdigit() else word for word in words]
+    values = [int(word) if word.isascii() and word.isdigit() and len(word) < _LONG else word for word in words]
     return values[0] if len(values) == 1 else values
 
 
