@@ -208,7 +208,10 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
 def reprice_batches(plan: Plan, times: float) -> Plan:
     """The plan with what a step takes of ``times`` as large a batch, in as many more micro-batches, on its own cluster; its
     memory is as the search counts it. Raises PlanError, ClusterError as ``reprice`` does."""
-    return replace(plan, predicted=stretched(task_of(plan, None), plan, times), certificate=None)
+    found = stretched(task_of(plan, None), plan, times)
+    rates = {name: times * rate for name in ("tokens_per_second", "tflops_per_device", "mfu")
+             if (rate := getattr(found, name)) is not None}  # they are of the graph's batch, and the seconds of the other
+    return replace(plan, predicted=replace(found, **rates), certificate=None)
 
 
 def task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
