@@ -52,6 +52,8 @@ __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_e
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
+MOST_STATE = 1 << 20
+"""Bytes of optimizer state per parameter that are still some."""
 
 GAP = 0.005
 """The relative distance from the lower bound at which a search may stop."""

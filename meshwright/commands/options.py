@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +50,13 @@ def seconds_of(text: str, option: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise InputError(f'{option} {text!r}: give seconds, or one number a stage, as in "1,1,1,2"') from None
+
+
+def finite(number: float, option: str) -> float:
+    """The number. Raises InputError where it is none, or without end."""
+    if not math.isfinite(number):
+        raise InputError(f"{option} {number!r}: give a number that is finite")
+    return number
 
 
 def one_or_all(numbers: list[float]) -> float | list[float]:

@@ -33,8 +33,8 @@ BOUNDED = (*_COUNTS, "zero")
 OPEN = (*BOUNDED, "schedule", "recompute", "attention", "sequence_parallel")
 """Pins that may be lists of values."""
 _NAMED = ("tensors", "operators", "values", "blocks")
-_WORDS = {"recompute": RECOMPUTE, "attention": ATTENTION}
-_ROWS = {"loss_rows": "logits", "mlp_rows": "inner values"}
+_WORDS: Mapping[str, Sequence[str]] = {"recompute": RECOMPUTE, "attention": ATTENTION}
+_ROWS: Mapping[str, str] = {"loss_rows": "logits", "mlp_rows": "inner values"}
 _BOUND = re.compile(r"<=\s*(\d{1,18})")
 _MOST, _MANY, _LONGEST = 1 << 31, 4096, 100
 """A number that is pinned is at most so large, as it is in a plan's file. A list has so many values at most. An error shows a

@@ -197,9 +197,9 @@ def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
     plan's and the micro-batches divide its batch. Raises PlanError, ClusterError."""
     share = Fraction(factor).limit_denominator(1 << 16)
     count = share * plan.schedule.microbatches
-    if count.denominator != 1:
+    if count.denominator != 1 or not count:
         raise PlanError(f"{factor:g} times the batch is no whole number of micro-batches like those of this plan, which has "
-                        f"{plan.schedule.microbatches}; plan again at that batch")
+                        f"{plan.schedule.microbatches}; give a factor that makes them whole, or plan again at that batch")
     if not plan.mesh.having(ANY):
         return _in_more_batches(plan, share)
     if share == 1:
