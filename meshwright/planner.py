@@ -300,20 +300,26 @@ def state_bytes(plan: Plan) -> float:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan of a file (``Plan.load``), priced again if its predictions were made with other prices than this version's, or
-    of other decisions than the file holds now; a note says so. Where it cannot be priced here, its predictions stay and are
-    marked. Raises PlanError.
+    """The plan of a file (``Plan.load``), priced again if its predictions were made with other prices than this version's or of
+    other decisions than the file holds now, or if they were altered; a note says so. Where it cannot be priced here, its
+    predictions stay and are marked. Raises PlanError, also for a pipeline that its schedule cannot run.
 
     >>> plan = load_plan("plan.json")            # doctest: +SKIP
     """
     plan = Plan.load(path)
+    if plan.pipeline is not None:
+        try:
+            plan.pipeline.check(plan.schedule.microbatches)
+        except MeshwrightError as error:
+            raise PlanError(f"the plan {path} cannot be run: {error}") from error
     if not plan.stale:
         return plan
     try:
         found = reprice(plan)
     except MeshwrightError as error:
-        return replace(plan, notes=(*plan.notes, f"not priced again: {error}"))
-    note = "priced when it was read: the file's predictions were of other prices, or of other decisions"
+        note = f"not priced again, so that its predictions may be of other prices or altered: {error}"
+        return replace(plan, notes=(*plan.notes, note))
+    note = "priced when it was read: the file's predictions were of other prices or of other decisions, or were altered"
     return replace(found, notes=(*(one for one in plan.notes if one != note), note))
 
 
