@@ -277,7 +277,8 @@ def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[
         raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
                          "state per parameter as a number")
     if not isinstance(optimizer, str) and not (isinstance(optimizer, int | float) and 0 <= optimizer <= MOST_STATE):
-        raise InputError(f"optimizer={optimizer!r}: the bytes of state per parameter are a number from 0 to {MOST_STATE:,}")
+        raise InputError(f"optimizer={optimizer!r}: the bytes of state per parameter are a number of 0 or more, up to "
+                         f"{MOST_STATE:,}")
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)
