@@ -29,7 +29,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
-from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_early, make_plan
+from meshwright.planner import MOST_STATE, OPTIMIZERS, Timing, capture_model, check_early, make_plan
 from meshwright.programs import check_given, checked_program, degrees_of, device_of, mesh_pins, order_of
 from meshwright.progress import progress as shown
 from meshwright.rules import rules_of, rules_of_plan
@@ -276,8 +276,9 @@ def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
                          "state per parameter as a number")
-    if not isinstance(optimizer, str) and not (isinstance(optimizer, int | float) and 0 <= optimizer < float("inf")):
-        raise InputError(f"optimizer={optimizer!r}: the bytes of state per parameter are a number of 0 or more")
+    if not isinstance(optimizer, str) and not (isinstance(optimizer, int | float) and 0 <= optimizer <= MOST_STATE):
+        raise InputError(f"optimizer={optimizer!r}: the bytes of state per parameter are a number of 0 or more, up to "
+                         f"{MOST_STATE:,}")
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)

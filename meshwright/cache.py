@@ -1,6 +1,6 @@
 """Plans kept in a folder, so that a second start of the same training script need not search again. Off unless asked for.
 
-    folder/<sha256>.json      {"meshwright_cache": 2, "digest": ..., "order": ..., "plan": as plan.save writes it}
+    folder/<sha256>.json      {"meshwright_cache": 3, "digest": ..., "order": ..., "plan": as plan.save writes it}
 
 The name is a digest of all that a search depends on: the captured graph, the cluster, the pins, the options, the versions, the
 prices (catalogue and formulas) and the registered rules and schedules. What is found is read like any plan file and must
@@ -35,7 +35,7 @@ from meshwright.ir.writing.plans import plan_text
 from meshwright.ir.writing.versions import prices, versions
 from meshwright.programs import order_of
 
-FORMAT = 2
+FORMAT = 3
 
 
 def cached(

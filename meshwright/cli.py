@@ -37,10 +37,8 @@ from meshwright.commands.options import (
     Json,
     Sequence,
     cluster_of,
-    one_or_all,
     optimizer_of,
     pin_of,
-    seconds_of,
     tensor_pins,
     writable,
 )
@@ -57,8 +55,6 @@ IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", defaul
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
 
-SLOTS = 500_000
-"""Micro-batches on stages that ``simulate`` takes: some ten seconds."""
 OPEN = 'one ("4"), several ("1,2,4") or up to a bound ("<=4")'
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
 
@@ -266,14 +262,18 @@ def verify(
 @app.command("simulate")
 def simulate_command(
     file: Annotated[Path | None, typer.Argument(help="A plan file; or else give --pp and --microbatches.")] = None,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved1f1b, zb, zbv, dualpipev, or a registered one "
-                                                    "(--import).")] = "1f1b",
+    schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b (if not given), interleaved1f1b, zb, zbv, dualpipev, or a "
+                                                           "registered one (--import).")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help="Stages of a rank.")] = None,
-    forward: Annotated[str, typer.Option(help='Seconds of a stage, or one number a stage: "1,1,1,2".')] = "1",
-    backward: Annotated[str, typer.Option(help="The same; half of it is the gradient of the weights.")] = "2",
-    transfer: Annotated[float, typer.Option(min=0, help="Seconds of a transfer between stages.")] = 0.0,
+    forward: Annotated[str | None, typer.Option(
+        help='Seconds of a stage, 1 if not given, or one number a stage: "1,1,1,2".',
+    )] = None,
+    backward: Annotated[str | None, typer.Option(
+        help="The same, 2 if not given; half of it is the gradient of the weights.",
+    )] = None,
+    transfer: Annotated[float | None, typer.Option(min=0, help="Seconds of a transfer between stages, 0 if not given.")] = None,
     tick: Annotated[float | None, typer.Option(min=1e-12, help="Seconds of a column (default: the shortest action).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
     what_if: Annotated[list[str] | None, typer.Option(
@@ -287,21 +287,25 @@ def simulate_command(
     """
     with errors(as_json):
         writable(trace)
+        from meshwright.commands.simulating import alone, check_beside
+
+        given = {"schedule": schedule, "pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages,
+                 "forward": forward, "backward": backward, "transfer": transfer}
+        check_beside({} if file is None else given, f"{file}: a plan has its own schedule and its own seconds")
         if what_if:
             from meshwright.commands.whatif import answers
 
             if file is None:
                 raise InputError("--what-if prices a plan again: give its file")
+            check_beside({"tick": tick, "trace": trace}, "--what-if: it draws no clock")
             with shown(verb="pricing") as report:
                 found = list(answers(_plan(file, report), what_if, report))
             if as_json:
-                print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
-                                         for one in found]})
+                print_json({"what_if": [one.as_json() for one in found]})
             else:
                 typer.echo("\n".join(in_width(str(one)) for one in found))
             return
-        from meshwright.cost.timeline import chrome_trace, render, simulate
-        from meshwright.ir.schedules import schedule_of, schedule_table
+        from meshwright.cost.timeline import chrome_trace, render
 
         beside: Mapping[str, float] = {}
         if file is not None:
@@ -310,16 +314,8 @@ def simulate_command(
                 from meshwright.compiler.search.plans import beside_schedule, simulation_of
 
                 run, beside = simulation_of(plan), beside_schedule(plan)
-        elif pp is None or microbatches is None:
-            raise InputError("give a plan file, or --pp and --microbatches")
         else:
-            stages = virtual_stages or schedule_of(schedule).usual
-            if (slots := pp * stages * microbatches) > SLOTS:
-                raise InputError(f"{pp} ranks x {stages} stages a rank x {microbatches} micro-batches are {slots:,}, more than "
-                                 f"the {SLOTS:,} that are simulated action by action; give fewer")
-            half = [seconds / 2 for seconds in seconds_of(backward, "--backward")]
-            run = simulate(schedule_table(schedule, pp, stages, microbatches), one_or_all(seconds_of(forward, "--forward")),
-                           one_or_all(half), one_or_all(half), transfer)
+            run = alone(given)
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(run, beside)), encoding="utf-8")
         held = [int(count) for count in run.peak_per_rank]
@@ -332,8 +328,7 @@ def simulate_command(
                          "busy_seconds": run.busy.tolist(), "in_flight": held, "actions": actions})
         else:
             typer.echo(render(run, tick=tick))
-            said = f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}"
-            typer.echo(in_width(said))
+            typer.echo(in_width(f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}"))
             if beside:
                 words = "".join(f" + {name} {seconds:.4g} s" for name, seconds in beside.items())
                 typer.echo(in_width(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s"))

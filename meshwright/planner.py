@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.microbatch import read_apart, split_counts
-from meshwright.compiler.structure.units import find_layers, find_units, split_at
+from meshwright.compiler.structure.units import find_layers, find_units, split_at, start_of
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
@@ -52,6 +52,8 @@ __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_e
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
+MOST_STATE = 1 << 20
+"""Bytes of optimizer state per parameter that are still some."""
 
 GAP = 0.005
 """The relative distance from the lower bound at which a search may stop."""
@@ -116,6 +118,7 @@ def _made(
     if progress is not None:
         progress("what operators may choose", 0.0)
     if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further
+        _check_cuts(graph, pins.stage_cuts)
         graph = split_at(find_layers(graph), pins.stage_cuts)
     rules, notes = rules_of(graph, strict)
     check_tensor_pins(pins, graph)
@@ -142,6 +145,16 @@ def _made(
         registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
+
+
+def _check_cuts(graph: Graph, names: Sequence[str]) -> None:
+    """Raise PinError for two names of stages that start at one operator."""
+    known: dict[int, str] = {}
+    for name in names:
+        at = start_of(graph, name)
+        if at is not None and (other := known.setdefault(at, name)) != name:
+            raise PinError(f"pin stage_cuts: {other!r} and {name!r} begin with the same operator, {graph.ops[at].target}, so "
+                           "there is nothing between them to be a stage; name one of them")
 
 
 def _settled(task: Task, given: Plan, fits: Fits) -> Plan:
@@ -197,7 +210,10 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
 def reprice_batches(plan: Plan, times: float) -> Plan:
     """The plan with what a step takes of ``times`` as large a batch, in as many more micro-batches, on its own cluster; its
     memory is as the search counts it. Raises PlanError, ClusterError as ``reprice`` does."""
-    return replace(plan, predicted=stretched(task_of(plan, None), plan, times), certificate=None)
+    found = stretched(task_of(plan, None), plan, times)
+    rates = {name: times * rate for name in ("tokens_per_second", "tflops_per_device", "mfu")
+             if (rate := getattr(found, name)) is not None}  # they are of the graph's batch, and the seconds of the other
+    return replace(plan, predicted=replace(found, **rates), certificate=None)
 
 
 def task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
@@ -284,20 +300,26 @@ def state_bytes(plan: Plan) -> float:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan of a file (``Plan.load``), priced again if its predictions were made with other prices than this version's, or
-    of other decisions than the file holds now; a note says so. Where it cannot be priced here, its predictions stay and are
-    marked. Raises PlanError.
+    """The plan of a file (``Plan.load``), priced again if its predictions were made with other prices than this version's or of
+    other decisions than the file holds now, or if they were altered; a note says so. Where it cannot be priced here, its
+    predictions stay and are marked. Raises PlanError, also for a pipeline that its schedule cannot run.
 
     >>> plan = load_plan("plan.json")            # doctest: +SKIP
     """
     plan = Plan.load(path)
+    if plan.pipeline is not None:
+        try:
+            plan.pipeline.check(plan.schedule.microbatches)
+        except MeshwrightError as error:
+            raise PlanError(f"the plan {path} cannot be run: {error}") from error
     if not plan.stale:
         return plan
     try:
         found = reprice(plan)
     except MeshwrightError as error:
-        return replace(plan, notes=(*plan.notes, f"not priced again: {error}"))
-    note = "priced when it was read: the file's predictions were of other prices, or of other decisions"
+        note = f"not priced again, so that its predictions may be of other prices or altered: {error}"
+        return replace(plan, notes=(*plan.notes, note))
+    note = "priced when it was read: the file's predictions were of other prices or of other decisions, or were altered"
     return replace(found, notes=(*(one for one in plan.notes if one != note), note))
 
 

@@ -80,6 +80,7 @@ def test_dp_beyond_the_batch() -> None:
     ("changed", "words"),
     [
         ({"optimizer": "adamx"}, ["optimizer 'adamx' is unknown", "adamw", "bytes of state per parameter"]),
+        ({"optimizer": 1e300}, ["optimizer=1e+300", "up to 1,048,576"]),
         ({"precision": "fp4"}, ["precision 'fp4' is unknown", "fp32, tf32, bf16, fp16, fp8"]),
         ({"example_inputs": {"y": torch.zeros(4, 8)}}, ["argument 'x' of forward(x, scale) is missing"]),
         ({"example_inputs": ((torch.zeros(4, 8), 1.0, 2.0), {})}, ["2"]),

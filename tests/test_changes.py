@@ -67,6 +67,23 @@ def test_no_change_is_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any("twice the batch" in change.what for change in changes(tight))
 
 
+def test_another_batch_need_not_be_divided_by_what_the_old_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Cluster.parse("cpu:1x2")
+    plan = make_plan(graph("llama"), where, Pins(pp=2, schedule="gpipe", microbatches=2))
+    for factor in (3.0, 1.5):
+        found = rebatched(plan, where, factor)
+        again = make_plan(graph("llama", batch=int(factor * BATCH)), where,
+                          Pins(pp=2, schedule="gpipe", microbatches=int(2 * factor))).predicted
+        assert found.schedule.microbatches == 2 * factor
+        assert found.predicted.step_seconds == pytest.approx(again.step_seconds, rel=0.01)
+        assert found.predicted.tokens_per_second == pytest.approx(again.tokens_per_second, rel=0.01)
+    twice = rebatched(plan, where, 2.0).predicted.tokens_per_second
+    monkeypatch.setattr("meshwright.views.changes.of_batch", refusing)
+    assert rebatched(plan, where, 2.0).predicted.tokens_per_second == pytest.approx(twice, rel=0.01)
+    with pytest.raises(PlanError, match=r"3 times the batch on .*a graph inside.*plan again at that batch"):
+        rebatched(plan, where, 3.0)
+
+
 def test_another_batch_on_axes_that_may_split_anything_is_of_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     where = Cluster.parse("cpu:1x4")
     plan = make_plan(graph("llama"), where, Pins(axes={"x": 4}, microbatches=1))

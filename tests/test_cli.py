@@ -28,7 +28,7 @@ from typer.testing import CliRunner, Result
 from meshwright import api, progress
 from meshwright.api import graph_of
 from meshwright.cli import app
-from meshwright.commands.answers import BUG, CLOSED, DIFFERENT, NOTHING_FITS, WRONG
+from meshwright.commands.answers import BUG, CLOSED, DIFFERENT, NOTHING_FITS, WRONG, print_json
 from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
 from meshwright.commands.verifying import distinct_ranks
@@ -478,8 +478,12 @@ def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
         (["--pp", 2, "--microbatches", 2, "--forward", "x"], "--forward 'x'"),
         (["--pp", 2, "--microbatches", 2, "--forward", "1,2,3"], "expected a number or 2 of them"),
         (["--pp", 2, "--microbatches", 2, "--schedule", "none"], "schedule 'none' is unknown"),
+        (["--pp", 2, "--microbatches", 2, "--forward", "1e308"], "at most 1e+100 s each"),
         (["--pp", 2, "--microbatches", 2, "--forward", "inf"], "non-negative numbers, got inf"),
         (["--pp", 100_000, "--microbatches", 800], "more than the 500,000 that are simulated action by action; give fewer"),
+        (["--pp", 2, "--microbatches", 2, "--transfer", "inf"], "--transfer inf: give a number that is finite"),
+        (["plan.json", "--schedule", "gpipe", "--pp", 4, "--forward", 100], "--schedule, --pp, --forward beside plan.json"),
+        (["plan.json", "--what-if", "batch=2", "--tick", 1], "--tick beside --what-if"),
         (["--pp", 2, "--microbatches", 2, "--tick", "1e-9"], "more than 4096 columns of 9 s; give at least 0.0022"),
     ],
 )
@@ -537,6 +541,15 @@ def test_clusters_worth_having(llama: Path) -> None:
     wrong = run(*words[:-6], "--devices", "1,12")
     assert wrong.exit_code == WRONG
     assert "no whole number of nodes" in wrong.stderr
+    for option, number in (("--tokens", "inf"), ("--price", "inf")):
+        endless = run(*words, option, number, "--json")
+        assert endless.exit_code == WRONG
+        assert f"{option} {number}" in json.loads(endless.stdout)["message"]
+
+
+def test_json_has_no_number_without_end(capsys: Any) -> None:
+    print_json({"loss": float("nan"), "rows": [{"off": (float("inf"), 1.5)}]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"loss": None, "rows": [{"off": [None, 1.5]}]}
 
 
 def test_the_front_is_what_nobody_beats() -> None:
@@ -762,8 +775,8 @@ def test_what_if(tmp_path: Path) -> None:
     assert small["capacity_bytes"] < plain["capacity_bytes"]
     assert "as it is: step" in run("simulate", path, "--what-if", "cluster=a100:2x2").stdout
     assert "batch=2: step" in run("simulate", path, "--what-if", "batch=2").stdout
-    for change, words in (("batch=0.3", "makes them whole"), ("memory=-1", "give a factor"), ("memory=1e-9", "a larger factor"),
-                          ("cluster=h100:1x8", "again for")):
+    for change, words in (("batch=0.3", "makes them whole"), ("memory=-1", "give a factor"), ("batch=1e30", "give a factor"),
+                          ("memory=1e-9", "a larger factor"), ("cluster=h100:1x8", "again for")):
         refused = run("simulate", path, "--what-if", change)
         assert refused.exit_code == 2
         assert words in refused.stderr

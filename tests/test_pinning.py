@@ -482,6 +482,25 @@ def test_every_row_of_weights_is_a_pin(model: str) -> None:
     assert {param: again.type_of(param.value) for param in wanted} == wanted
 
 
+WRONG: tuple[Any, ...] = (
+    {"axes": 3}, {"axes": {}}, {"axes": torch.zeros(2)}, {"axes": {"x": True}}, {"axes": {"dp": 2, "dp*": 2}}, {"tensors": 3},
+    {"operators": [1]}, {"tensors": 3, "*.weight": "[_]"}, {"values": {"x": None}}, {"tp": [[1]]}, {"tp": [2, None]},
+    {"recompute": [None]}, {"tp": ["<=2", 4]}, {"tp": 2.0}, {"tp": torch.tensor([1, 2])}, {"tp": "<=" + "9" * 5000},
+    {"tp": 10**400}, {"tp": 10**6000}, {"tp": range(10**30)}, {"zero": 1.0}, {"zero": torch.tensor([1, 2])},
+    {"schedule": [["none"]]}, {"schedule": 3}, {"schedule": torch.tensor([1, 2])}, {"attention": {}}, {"recompute": [[]]},
+    {"stage_cuts": [""]}, {"stage_cuts": ["a", "a"]}, {"among": 3}, {"among": {"tp": 2}}, {"most": {"tp": "x"}}, {1: 2},
+    ["tp"], 3,
+)
+
+
+def test_no_value_of_a_pin_is_taken_for_another() -> None:
+    for pins in WRONG:
+        with pytest.raises(PinError) as caught:
+            Pins.of(pins)
+        assert len(str(caught.value)) < 500
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -502,6 +521,9 @@ def test_every_row_of_weights_is_a_pin(model: str) -> None:
         ({"axes": {"x": 2, "dp": 2}}, "name all of them"),
         ({"axes": {"x": 4}, "tp": 2}, "contradict"),
         ({"axes": {"dp": 2, "tp": 2, "*.up_proj.weight": 3}}, "give {name: size}"),
+        ({"axes": {}}, "axes={} names no axis"),
+        ({"stage_cuts": ["model.layers.1", "model.layers.1"]}, "'model.layers.1' is named twice"),
+        ({"stage_cuts": ["model.layers.1", "model.layers.1.input_layernorm"]}, "begin with the same operator"),
     ],
 )
 def test_pins_that_name_nothing_are_refused(pins: Mapping[str, Any], message: str) -> None:

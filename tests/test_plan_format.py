@@ -231,6 +231,56 @@ def test_loading_prices_again_what_is_stale(tmp_path: Path) -> None:
     assert again.predicted.step_seconds == 100.0
 
 
+@pytest.mark.parametrize(("part", "name", "value"), [
+    ("predicted", "step_seconds", 0.0), ("predicted", "high_seconds", 0.0), ("predicted", "compute_seconds", 3.0),
+    ("predicted", "bytes_by_kind", {"a": 1.0}), ("predicted", "capacity_bytes", 1), ("certificate", "bound_seconds", 3.0),
+    ("certificate", "objective_seconds", 1e-9), ("certificate", "assumes", ["x"]), ("certificate", "solved", 7),
+])
+def test_altered_predictions_are_no_longer_shown_as_proven(
+    plans: list[Plan], tmp_path: Path, part: str, name: str, value: Any
+) -> None:
+    path, data = tmp_path / "plan.json", json.loads(plan_text(plans[1]))
+    path.write_text(json.dumps(data))
+    assert not mw.load_plan(path).stale
+    assert mw.load_plan(path).certificate is not None
+    data["predictions"][part][name] = value
+    path.write_text(json.dumps(data))
+    assert Plan.load(path).stale
+    assert Plan.load(path).certificate is None
+    read = mw.load_plan(path)
+    assert read.certificate is None
+    assert "altered" in read.notes[-1]
+    assert read.predicted.step_seconds == pytest.approx(plans[1].predicted.step_seconds)
+    assert read.predicted.fits
+    del data["fingerprint"]["predictions"]  # as files of earlier versions are
+    path.write_text(json.dumps(data))
+    assert Plan.load(path).stale
+    assert mw.load_plan(path).certificate is None
+
+
+@pytest.mark.parametrize(("part", "name", "value"), [
+    ("certificate", "status", "aaa"), ("certificate", "bound_seconds", -3.0),
+    ("certificate", "objective_seconds", float("nan")),
+])
+def test_what_no_certificate_says_is_refused(plans: list[Plan], part: str, name: str, value: Any) -> None:
+    data = json.loads(plan_text(plans[1]))
+    data["predictions"][part][name] = value
+    with pytest.raises(mw.PlanError, match="the plan is damaged: certificate"):
+        Plan.from_dict(data)
+
+
+def test_a_pipeline_that_its_schedule_cannot_run_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    layers = (nn.Linear(8, 8) for _ in range(4))
+    plan = mw.plan(nn.Sequential(*layers), "cpu:1x2", (torch.zeros(4, 8),), loss_fn=torch.Tensor.sum,
+                   pins={"pp": 2, "schedule": "zbv", "microbatches": 2})
+    for ranks in ([0, 0, 1, 1], [0, 1, 0, 1]):
+        data = json.loads(plan_text(plan))
+        data["decisions"]["pipeline"]["stage_rank"] = ranks
+        (tmp_path / "plan.json").write_text(json.dumps(data))
+        with pytest.raises(mw.PlanError, match=r"plan.json cannot be run: zbv with stages on ranks"):
+            mw.load_plan(tmp_path / "plan.json")
+
+
 OWN = """
 [cluster]
 devices = "a100@dgx-a100:1x2"

@@ -259,8 +259,8 @@ def test_no_name_decides() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in SCHEDULES]
         named += [path.relative_to(ROOT).as_posix() for _ in texts]
-    assert set(named) == {"ir/schedules/builtin.py", "cli.py"}
-    assert named.count("cli.py") == 1
+    assert set(named) == {"ir/schedules/builtin.py", "commands/simulating.py"}
+    assert named.count("commands/simulating.py") == 1
 
 
 def test_the_example_of_the_documentation_is_the_one_tested() -> None:

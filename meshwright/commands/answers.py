@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import sys
@@ -103,5 +104,13 @@ def in_width(line: str) -> str:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON value on stdout."""
-    typer.echo(json.dumps(value, indent=2, default=str))
+    """One JSON value on stdout; null for a number that is none or without end, which JSON has not."""
+    typer.echo(json.dumps(_finite(value), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

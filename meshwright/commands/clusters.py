@@ -11,7 +11,7 @@ import typer
 
 from meshwright.commands.answers import NOTHING_FITS, errors, print_json
 from meshwright.commands.models import load
-from meshwright.commands.options import MODEL, Batch, Json, Sequence, optimizer_of, whole_numbers, writable
+from meshwright.commands.options import MODEL, Batch, Json, Sequence, finite, optimizer_of, whole_numbers, writable
 from meshwright.errors import InputError
 from meshwright.progress import Report
 from meshwright.progress import progress as shown
@@ -84,6 +84,8 @@ def size_command(
     with errors(as_json):
         if longest == (tokens is not None):
             raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
+        for option, number in (("--tokens", tokens), ("--price", price)):
+            finite(number or 0.0, option)
         with shown(verb="sizing") as report:
             report("reading the options", 0.0)
             from meshwright.commands import sizing
@@ -144,6 +146,7 @@ def profile_command(
             from meshwright.commands.profiling import check_request, write
 
             check_request(out, name, nodes)
+            finite(seconds, "--seconds")
             module, example = load(model, batch, sequence)
 
             report("capturing the model", 0.0)

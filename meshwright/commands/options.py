@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ MODEL = 'A transformers config (folder or config.json; no weights needed), "modu
 Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
 Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
+_LONG = 20
+"""Digits that no number of an option has: what is longer is no number."""
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
@@ -37,7 +40,7 @@ def pin_of(text: str | None) -> Any:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    values = [int(word) if word.isascii() and word.isdigit() else word for word in words]
+    values = [int(word) if word.isascii() and word.isdigit() and len(word) < _LONG else word for word in words]
     return values[0] if len(values) == 1 else values
 
 
@@ -47,6 +50,13 @@ def seconds_of(text: str, option: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise InputError(f'{option} {text!r}: give seconds, or one number a stage, as in "1,1,1,2"') from None
+
+
+def finite(number: float, option: str) -> float:
+    """The number. Raises InputError where it is none, or without end."""
+    if not math.isfinite(number):
+        raise InputError(f"{option} {number!r}: give a number that is finite")
+    return number
 
 
 def one_or_all(numbers: list[float]) -> float | list[float]:

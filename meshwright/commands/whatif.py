@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
@@ -19,6 +20,9 @@ FACTORS = ("bandwidth", "network", "memory", "batch")
 """What may be given as a factor: links within and between nodes, those between nodes alone, memory of a device, the batch in as
 many more micro-batches."""
 
+LEAST, MOST = 1e-12, 1e6
+"""Factors beyond are of no cluster, and of a batch whose tensors have more elements than can be counted."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -26,6 +30,10 @@ class Answer:
 
     what: str
     predicted: Prediction
+
+    def as_json(self) -> dict[str, Any]:
+        """What was asked, whether it fits, and what is predicted."""
+        return {"what": self.what, "fits": self.predicted.fits, **self.predicted.as_json()}
 
     def __str__(self) -> str:
         found = self.predicted
@@ -56,9 +64,9 @@ def _changed(plan: Plan, cluster: Cluster, change: str) -> Cluster | float:
         factor = float(value)
     except ValueError:
         factor = math.nan
-    if name not in FACTORS or not 0 < factor < math.inf:
-        raise InputError(f"--what-if {change!r}: give a factor of {', '.join(FACTORS)}, as in bandwidth=0.5, or cluster=NAME "
-                         "of as many devices")
+    if name not in FACTORS or not LEAST <= factor <= MOST:
+        raise InputError(f"--what-if {change!r}: give a factor of {', '.join(FACTORS)} from {LEAST:g} to {MOST:,.0f}, as in "
+                         "bandwidth=0.5, or cluster=NAME of as many devices")
     if name == "batch":
         return factor
     islands = []

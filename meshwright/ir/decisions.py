@@ -106,9 +106,8 @@ class Pipeline:
         """The stage of the op at this position in the graph."""
         return bisect_right(self.cuts, op_index) - 1
 
-    def table(self, microbatches: int) -> Table:
-        """The order in which the ranks work: what is simulated, replayed and run. Raises ScheduleError for what the schedule
-        cannot run, PlanError for stages on other ranks than it has them."""
+    def check(self, microbatches: int) -> None:
+        """Raise PlanError for what the schedule cannot run, and for stages on other ranks than it has them."""
         schedule, virtual, rest = schedule_of(self.schedule), *divmod(self.stages, self.degree)
         if rest:
             raise PlanError(f"{self.stages} stages do not divide over {self.degree} ranks; name a multiple of them")
@@ -116,7 +115,12 @@ class Pipeline:
             raise PlanError(reason)
         if (lies := schedule.stage_rank(self.degree, virtual)) != self.stage_rank:
             raise PlanError(f"{self.schedule} with stages on ranks {self.stage_rank}: it runs them on {lies}")
-        return schedule.table(self.degree, virtual, microbatches)
+
+    def table(self, microbatches: int) -> Table:
+        """The order in which the ranks work: what is simulated, replayed and run. Raises PlanError as ``check`` does,
+        ScheduleError for actions that are no schedule."""
+        self.check(microbatches)
+        return schedule_of(self.schedule).table(self.degree, self.stages // self.degree, microbatches)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,12 @@ BOUNDED = (*_COUNTS, "zero")
 OPEN = (*BOUNDED, "schedule", "recompute", "attention", "sequence_parallel")
 """Pins that may be lists of values."""
 _NAMED = ("tensors", "operators", "values", "blocks")
-_BOUND = re.compile(r"<=\s*(\d+)")
+_WORDS: Mapping[str, Sequence[str]] = {"recompute": RECOMPUTE, "attention": ATTENTION}
+_ROWS: Mapping[str, str] = {"loss_rows": "logits", "mlp_rows": "inner values"}
+_BOUND = re.compile(r"<=\s*(\d{1,18})")
+_MOST, _MANY, _LONGEST = 1 << 31, 4096, 100
+"""A number that is pinned is at most so large, as it is in a plan's file. A list has so many values at most. An error shows a
+value of so many characters."""
 
 
 def named_by(pattern: str, names: Iterable[str]) -> list[str]:
@@ -108,31 +113,14 @@ class Pins:
     most: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._read_named()
         self._read_open()
-        for name in (*_COUNTS, "ulysses"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise PinError(f"pin {name}={value!r} is not a positive integer")
-        if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
-            raise PinError(f"pin zero={self.zero!r}: the levels are 0 (replicas), 1, 2 and 3")
-        if type(self.sequence_parallel) not in (bool, type(None)):
-            raise PinError(f"pin sequence_parallel={self.sequence_parallel!r}: it is True or False")
-        cuts: Any = self.stage_cuts
-        if cuts is not None and not (isinstance(cuts, list | tuple) and cuts and all(isinstance(name, str) for name in cuts)):
-            raise PinError(f"pin stage_cuts={cuts!r}: name the modules or operators at which stages start, in a list")
-        for name, what in (("loss_rows", "logits"), ("mlp_rows", "inner values")):
-            rows = getattr(self, name)
-            if rows is not None and (type(rows) is not int or rows < 0):
-                raise PinError(f"pin {name}={rows!r}: give the tokens whose {what} are there at a time, or 0 for all")
-        if self.schedule is not None and self.schedule not in tuple(schedules()):
-            raise PinError(f"pin {unknown(self.schedule)}")
-        for name, known in (("recompute", RECOMPUTE), ("attention", ATTENTION)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise PinError(f"pin {name}={value!r} is unknown; choose one of {', '.join(known)}")
+        if self.stage_cuts is not None:
+            _check_cuts(self.stage_cuts)
         if self.shard is not None:
             if self.dp is not None and self.dp % self.shard:
-                legal = [n for n in range(1 + bool(self.zero), self.dp + 1) if self.dp % n == 0]
+                low = [n for n in range(1, math.isqrt(self.dp) + 1) if self.dp % n == 0]
+                legal = [n for n in (*low, *(self.dp // n for n in reversed(low))) if n > bool(self.zero)]
                 near = min(legal, key=lambda n: abs(n - (self.shard or n)), default=None)
                 raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks; "
                                + (f"pin a divisor of it, such as shard={near}" if near else "drop it"))
@@ -144,10 +132,6 @@ class Pins:
             if self.pp == 1 and getattr(self, name) not in (None, 1):
                 raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages; "
                                "pin pp=2 or more, or drop it")
-        for name in _NAMED:
-            for key, text in getattr(self, name).items():
-                if not isinstance(key, str) or not isinstance(text, str):
-                    raise PinError(f"pin {name}: {key!r}: {text!r} must be two texts, a name and what is pinned for it")
         if self.axes is not None:
             _check_axes(self)
         if self.says("attention") and self.cp == 1:
@@ -169,46 +153,66 @@ class Pins:
                 pins = pins_of_lines(pins)
             except ValueError as error:
                 raise PinError(str(error)) from None
+        if not isinstance(pins, Mapping):
+            raise PinError(f"pins {_brief(pins)} are no dict of pins; give {{name: value}}, such as {{'tp': 2}}, or lines of a "
+                           "printed plan as text")
         known = [f.name for f in fields(cls)]
-        named = {key: text for key, text in pins.items() if key not in known and ("." in str(key) or ":" in str(key))}
+        named = {key: text for key, text in pins.items() if key not in known and isinstance(key, str)
+                 and ("." in key or ":" in key)}
         if named:
             pins = {key: value for key, value in pins.items() if key not in named}
             for key, text in named.items():
-                kept = str(text).lstrip().startswith("ZeRO ")
-                name = "blocks" if kept else "operators" if ":" in str(key) else "tensors"
-                pins[name] = {**pins.get(name, {}), key: text}
+                kept = isinstance(text, str) and text.lstrip().startswith("ZeRO ")
+                name = "blocks" if kept else "operators" if ":" in key else "tensors"
+                beside = pins.get(name)
+                if beside is None or isinstance(beside, Mapping):  # else it is refused as it stands
+                    pins[name] = {**(beside or {}), key: text}
         for key in pins:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+                near = difflib.get_close_matches(key, known, n=1) if isinstance(key, str) else []
                 hint = f"; did you mean {near[0]!r}? Known" if near else "; known"
-                raise PinError(f"unknown pin {key!r}{hint} pins: {', '.join(known)}")
+                raise PinError(f"unknown pin {_brief(key)}{hint} pins: {', '.join(known)}")
         return cls(**pins)
+
+    def _read_named(self) -> None:
+        """What is pinned by name is a dict of texts; None is nothing, as it is of the other pins."""
+        for name in _NAMED:
+            given: Any = getattr(self, name)
+            if given is None:
+                object.__setattr__(self, name, {})
+            elif not isinstance(given, Mapping):
+                raise PinError(f"pin {name}={_brief(given)} is no dict; give {{name: text}}, the names and what is pinned for "
+                               "them")
+            elif wrong := [pair for pair in given.items() if not all(isinstance(text, str) for text in pair)]:
+                key, text = map(_brief, wrong[0])
+                raise PinError(f"pin {name}: {key}: {text} must be two texts, a name and what is pinned for it")
 
     def _read_open(self) -> None:
         """Lists and bounds among the arguments become ``among`` and ``most``; no pipeline as a schedule becomes pp=1."""
-        among, most = dict(self.among), dict(self.most)
+        among, most = _opened("among", self.among, OPEN), _opened("most", self.most, BOUNDED)
         for key in OPEN:
             value = getattr(self, key)
             if isinstance(value, str) and key in BOUNDED and (bound := _BOUND.fullmatch(value.strip())):
-                if not int(bound[1]) and key != "zero":
-                    raise PinError(f"pin {key}={value!r} leaves nothing; the least is 1")
                 most[key] = int(bound[1])
             elif isinstance(value, list | tuple | set | frozenset | range):
-                if not value:
-                    raise PinError(f"pin {key}={value!r} leaves nothing; name at least one value, or drop the pin")
-                for option in value:
-                    alone: dict[str, Any] = {key: option}
-                    Pins(**alone)
-                among[key] = tuple(dict.fromkeys(value))
+                among[key] = value
             else:
                 continue
             object.__setattr__(self, key, None)
+        for key, bound in most.items():
+            least = 0 if key == "zero" else 1
+            if not _is_count(bound, least):
+                raise PinError(f"pin {key}={f'<={_brief(bound)}'!r} leaves nothing; the least is {least}")
+        among = {key: _options(key, value) for key, value in among.items()}
         for key in [key for key, options in among.items() if len(options) == 1]:
             object.__setattr__(self, key, among.pop(key)[0])
         if set(among.get("sequence_parallel", ())) == {True, False}:
             del among["sequence_parallel"]
         object.__setattr__(self, "among", among)
         object.__setattr__(self, "most", most)
+        for name in (*_COUNTS, "ulysses", "zero", "sequence_parallel", *_ROWS, "schedule", *_WORDS):
+            if (value := getattr(self, name)) is not None:
+                _check_value(name, value)
         if self.schedule == NO_STAGES:
             if not self.allows("pp", 1):
                 raise PinError(f"pins {self.shown('pp')} and schedule={NO_STAGES!r} contradict: without a pipeline pp is 1; "
@@ -313,13 +317,90 @@ class Pins:
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
 
 
+def _brief(value: Any) -> str:
+    """A value in an error: what can be told in a line, else its type."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        text = ""
+    return text if text and len(text) <= _LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
+
+
+def _is_count(value: Any, least: int) -> bool:
+    """Whether it is a whole number from ``least`` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raise PinError for what is no value of a pin."""
+    pin = f"pin {name}={_brief(value)}"
+    if _is_count(value, _MOST + 1):
+        raise PinError(f"{pin} is more than the {_MOST} that a plan counts to; give a smaller number")
+    if name in (*_COUNTS, "ulysses") and not _is_count(value, 1):
+        raise PinError(f"{pin} is not a positive integer; give one"
+                       + (", several in a list, or a bound such as '<=4'" if name in BOUNDED else ""))
+    if name == "zero" and not (_is_count(value, 0) and value <= 3):
+        raise PinError(f"{pin}: the levels are 0 (replicas), 1, 2 and 3")
+    if name == "sequence_parallel" and type(value) is not bool:
+        raise PinError(f"{pin}: it is True or False")
+    if name in _ROWS and not _is_count(value, 0):
+        raise PinError(f"{pin}: give the tokens whose {_ROWS[name]} are there at a time, or 0 for all")
+    if name == "schedule" and not (isinstance(value, str) and value in (NO_STAGES, *schedules())):
+        raise PinError(f"pin {unknown(value)}" if isinstance(value, str) else f"{pin} is no schedule; give its name as text")
+    if name in _WORDS and not (isinstance(value, str) and value in _WORDS[name]):
+        raise PinError(f"{pin} is unknown; choose one of {', '.join(_WORDS[name])}")
+
+
+def _check_cuts(cuts: Any) -> None:
+    """Raise PinError for what are no names of the places at which stages start."""
+    if not (isinstance(cuts, list | tuple) and cuts and all(isinstance(name, str) and name.strip() for name in cuts)):
+        raise PinError(f"pin stage_cuts={_brief(cuts)}: name the modules or operators at which stages start, in a list")
+    if twice := [name for name in cuts if cuts.count(name) > 1]:
+        raise PinError(f"pin stage_cuts: {twice[0]!r} is named twice, and between the two there is nothing to be a stage; name "
+                       "every place once")
+
+
+def _opened(name: str, given: Any, known: Sequence[str]) -> dict[str, Any]:
+    """What is left open in part, of the pins that may be. Raises PinError."""
+    if not isinstance(given, Mapping) or not set(given) <= set(known):
+        raise PinError(f"pin {name}={_brief(given)}: it is read from lists and bounds, so give these, such as {{'tp': [2, 4]}} "
+                       f"or {{'tp': '<=4'}}, of {', '.join(known)}")
+    return dict(given)
+
+
+def _options(name: str, given: Any) -> tuple[Any, ...]:
+    """The values that are open, each once. Raises PinError where one of them is none, or there are none."""
+    if not isinstance(given, list | tuple | set | frozenset | range):
+        raise PinError(f"pin {name}={_brief(given)} is no list of values; give one, such as [2, 4]")
+    options = tuple(itertools.islice(given, _MANY + 1))
+    if not options:
+        raise PinError(f"pin {name}={_brief(given)} leaves nothing; name at least one value, or drop the pin")
+    if len(options) > _MANY:
+        raise PinError(f"pin {name} names more than {_MANY} values; name fewer"
+                       + (", or give a bound such as '<=4'" if name in BOUNDED else ""))
+    for one in options:
+        if one is None:
+            raise PinError(f"pin {name}={_brief(given)}: None leaves a pin to the search, so it is none of several values; "
+                           "take it out, or drop the pin")
+        _check_value(name, one)
+    return tuple(dict.fromkeys(options))
+
+
 def _check_axes(pins: Pins) -> None:
     """Raise PinError for axes that are no mesh, or beside degrees."""
-    axes = dict(pins.axes or {})
+    given: Any = pins.axes
+    how = "give {name: size}, such as {'dp': 2, 'tp': 4} or {'x': 8}"
+    if not isinstance(given, Mapping):
+        raise PinError(f"pin axes={_brief(given)} is no dict; {how}")
+    if not given:
+        raise PinError(f"pin axes={_brief(given)} names no axis; {how}, or drop it")
+    axes = dict(given)
     for axis, size in axes.items():
-        good = isinstance(axis, str) and axis.removesuffix("*").isidentifier() and isinstance(size, int) and size > 0
-        if not good or isinstance(size, bool):
-            raise PinError(f"pin axes={axes!r}: give {{name: size}}, such as {{'dp': 2, 'tp': 4}} or {{'x': 8}}")
+        good = isinstance(axis, str) and axis.removesuffix("*").isidentifier() and _is_count(size, 1) and size <= _MOST
+        if not good:
+            raise PinError(f"pin axes={_brief(axes)}: {_brief(axis)}: {_brief(size)} is no axis and its ranks; {how}")
+        if axis.endswith("*") and axis[:-1] in axes:
+            raise PinError(f"pin axes={_brief(axes)}: the axis {axis[:-1]!r} is named twice, with * and without; name it once")
     for name in ("dp", "tp", "cp", "ep", "pp", "shard", "ulysses"):
         if pins.says(name):
             raise PinError(f"pins axes and {name} contradict: the axes have their sizes; drop one")

@@ -73,8 +73,8 @@ class Plan(Decisions):
 
     @property
     def stale(self) -> bool:
-        """Whether its predictions were made with other prices than this version's, or of other decisions:
-        ``meshwright.reprice`` makes new ones, ``meshwright.load_plan`` does so by itself."""
+        """Whether its predictions were made with other prices than this version's or of other decisions, or were altered in a
+        file: ``meshwright.reprice`` makes new ones, ``meshwright.load_plan`` does so by itself."""
         return self.predicted is not None and self.predicted.prices != prices()
 
     def to_pins(self) -> Pins:

@@ -127,13 +127,17 @@ class SeenCandidate:
     outcome: str = ""
 
 
+STATUSES = ("optimal", "gap", "time_limit")
+"""Of a search: within the gap that was asked for, nothing left to try, or work left undone."""
+
+
 @dataclass(frozen=True)
 class Certificate:
     """What is known about how good a plan is, in predicted seconds.
 
     objective_seconds: of the plan's step
     bound_seconds: no plan that was considered takes less
-    status: "optimal" (within the gap that was asked for), "gap" (nothing left to try) or "time_limit" (work was left undone)
+    status: one of ``STATUSES``
     considered: candidates of the search, 0 if nothing but placements was searched
     pruned: of these, never solved: by their bounds no better, or left undone
     infeasible: of these, impossible
@@ -170,7 +174,7 @@ class Certificate:
         """What ``as_json`` wrote. Raises ValueError for anything else."""
         counts = dict.fromkeys(("considered", "pruned", "infeasible", "solved"), _count)
         return cls(**_fields(cls, data, {
-            **counts, "status": _word, "assumes": _words, "runner_up": _word, "candidates": _candidates,
+            **counts, "status": _status, "assumes": _words, "runner_up": _word, "candidates": _candidates,
             "planning_seconds": _shares,
         }))
 
@@ -225,6 +229,12 @@ def _word(item: Any) -> str:
     if not isinstance(item, str):
         raise ValueError(f"{item!r:.80} is no text")
     return item
+
+
+def _status(item: Any) -> str:
+    if _word(item) not in STATUSES:
+        raise ValueError(f"{item!r:.80} is none of {', '.join(STATUSES)}")
+    return _word(item)
 
 
 def _list(item: Any) -> list[Any]:

@@ -98,6 +98,11 @@ def hash_as_named(plan: Decisions, graph: str) -> str:
     return digest({**_decisions(plan), "graph": graph})
 
 
+def predictions_digest(shown: Mapping[str, Any]) -> str:
+    """Equal for equal predictions and certificates, as a file holds them."""
+    return digest([shown["predicted"], shown["certificate"]])
+
+
 def graph_digest(graph: Graph) -> str:
     """Equal for graphs that compute the same of the same tensors, whatever the order of their operators and the names of what
     these make: a model that walks a set is captured in another order by every process."""

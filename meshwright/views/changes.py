@@ -192,15 +192,16 @@ def _batches(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
 
 
 def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
-    """The plan with what a step takes of ``factor`` times the batch, in as many more micro-batches: stage by stage on a mesh
-    whose axes have roles, else with its own decisions for the graph of that batch. Raises PlanError, ClusterError."""
-    if not plan.mesh.having(ANY):
-        return reprice_batches(plan, factor)
+    """The plan with what a step takes of ``factor`` times the batch, in as many more micro-batches, with its own decisions for
+    the graph of that batch: stage by stage on a mesh whose axes have roles, there also where no such graph follows from the
+    plan's and the micro-batches divide its batch. Raises PlanError, ClusterError."""
     share = Fraction(factor).limit_denominator(1 << 16)
     count = share * plan.schedule.microbatches
-    if count.denominator != 1:
+    if count.denominator != 1 or not count:
         raise PlanError(f"{factor:g} times the batch is no whole number of micro-batches like those of this plan, which has "
-                        f"{plan.schedule.microbatches}; plan again at that batch")
+                        f"{plan.schedule.microbatches}; give a factor that makes them whole, or plan again at that batch")
+    if not plan.mesh.having(ANY):
+        return _in_more_batches(plan, share)
     if share == 1:
         return reprice(plan, where)
     try:
@@ -209,6 +210,20 @@ def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
         raise PlanError(f"another batch on {plan.mesh} cannot be priced ({error}); plan again at that batch") from error
     room, pins = where.with_memory(_ROOM), replace(plan.to_pins(), microbatches=count.numerator)
     return reprice(make_plan(graph, room, pins, optimizer=state_bytes(plan), precision=plan.precision), where)
+
+
+def _in_more_batches(plan: Plan, share: Fraction) -> Plan:
+    """The plan in ``share`` as many micro-batches, of the graph of that batch where it follows from the plan's."""
+    try:
+        graph = plan.graph if share == 1 else of_batch(plan.graph, share)
+    except MeshwrightError as error:
+        try:
+            return reprice_batches(plan, float(share))
+        except PlanError:
+            raise PlanError(f"{float(share):g} times the batch on {plan.mesh} cannot be priced ({error}); plan again at that "
+                            "batch") from error
+    count = int(share * plan.schedule.microbatches)
+    return reprice_batches(replace(plan, graph=graph, schedule=replace(plan.schedule, microbatches=count)), 1.0)
 
 
 def _kept(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.reading.unfold import unfolded
 from meshwright.ir.schedules import schedules, unknown
-from meshwright.ir.serialize import graph_digest, hash_as_named
+from meshwright.ir.serialize import graph_digest, hash_as_named, predictions_digest
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
 Made = TypeVar("Made", bound=Decisions)
@@ -42,9 +42,7 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         if want != have or data["fingerprint"]["mesh"] != str(found.mesh):
             raise PlanError("the plan is damaged: fingerprint: its graph or its mesh was altered after it was written "
                             f"(they are {have} on {found.mesh}); decisions may be edited, the rest is the model's")
-        if found.predicted is not None and data["fingerprint"].get("decisions") != hash_as_named(found, have):
-            found = replace(found, predicted=replace(found.predicted, prices=""))  # decisions were edited: it is of others
-        return found
+        return _as_made(found, data["fingerprint"], data["predictions"], have)
     check_form(data)
     top = Field(data, "").record(
         "meshwright mesh cluster precision optimizer groups schedule pipeline assignments copies predicted certificate notes "
@@ -79,6 +77,17 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         certificate=_certificate(top["certificate"]),
         notes=tuple(item.text() for item in top["notes"].items()),
     )
+
+
+def _as_made(found: Made, made: Mapping[str, Any], shown: Mapping[str, Any], graph: str) -> Made:
+    """The plan of a file, its predictions stale where the file's fingerprint does not say that they are of these decisions and
+    as they were written; what was altered is no proof either, nor does it say what was left free."""
+    stated, predicted = made.get("predictions"), found.predicted
+    if stated is not None and stated != predictions_digest(shown):
+        return replace(found, predicted=predicted and replace(predicted, prices="", free_bytes=None), certificate=None)
+    if predicted is not None and (stated is None or made.get("decisions") != hash_as_named(found, graph)):
+        return replace(found, predicted=replace(predicted, prices=""))
+    return found
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------------
@@ -225,9 +234,12 @@ def _certificate(field: Field) -> Certificate | None:
             data = _renamed(unpacked(field), names, "gap")
             seen = [_renamed(one, {"mesh": "layout", "result": "outcome"}) for one in data.pop("candidates", ())]
             data = data and {**data, "candidates": seen}
-        return Certificate.of_json(data) if data else None
+        found = Certificate.of_json(data) if data else None
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise PlanError(f"the plan is damaged: {field.path}: {error}") from error
+    if found is not None and not all(0 <= seconds < LARGEST for seconds in (found.objective_seconds, found.bound_seconds)):
+        raise field.wrong("seconds that are not negative")
+    return found
 
 
 def _of_the_first_days(data: Any) -> bool:

@@ -26,7 +26,7 @@ def unfolded(data: Any) -> dict[str, Any]:
     """The file as version 1. Raises PlanError with the path of the field that is wrong."""
     check_form(data)
     top = Field(data, "").record("meshwright fingerprint decisions predictions graph")
-    made = top["fingerprint"].record("graph mesh versions", "decisions")
+    made = top["fingerprint"].record("graph mesh versions", "decisions predictions")
     made["graph"].text()
     made["mesh"].text()
     for version in made["versions"].mapping().values():

@@ -1,7 +1,7 @@
 """Plan files, version 2: a plan under canonical names, equal blocks written once, decisions apart from predictions.
 
     {"meshwright": 2,
-     "fingerprint": {graph, mesh, versions, decisions}     what the plan was made for; the graph's is checked when it is read
+     "fingerprint": {graph, mesh, versions, decisions, predictions}    what the plan was made for; checked when it is read
      "decisions":   {mesh, ..., blocks, operators, values, ...}    names and words as in pins (``ir.writing.names``)
      "predictions": {predicted, certificate, notes}
      "graph":       {inputs, params, operators, ...}}
@@ -26,7 +26,7 @@ from typing import Any
 from meshwright.ir.decisions import ONCE_AND_AGAIN, Decisions
 from meshwright.ir.pins import ROOT
 from meshwright.ir.reading.fields import FOLDED
-from meshwright.ir.serialize import graph_digest, in_lines, plan_hash, plan_to_dict
+from meshwright.ir.serialize import graph_digest, in_lines, plan_hash, plan_to_dict, predictions_digest
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.names import Kept, choice_text, kept_text, names_of
 from meshwright.ir.writing.pins import folded_names, parts
@@ -50,7 +50,7 @@ def plan_to_file(plan: Decisions) -> dict[str, Any]:
     return {
         "meshwright": FOLDED,
         "fingerprint": {"graph": graph_digest(plan.graph), "mesh": str(plan.mesh), "versions": versions(),
-                        "decisions": plan_hash(plan)},
+                        "decisions": plan_hash(plan), "predictions": predictions_digest(data)},
         "decisions": {
             **{name: data[name] for name in ("mesh", "cluster", "precision", "optimizer", "registered")},
             **({"devices": data["devices"]} if plan.devices else {}),
