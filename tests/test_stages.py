@@ -648,6 +648,28 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_what_every_rank_gathers_counts_in_the_bounds(setting: tuple[str, int, int, int]) -> None:
+    """Where gathers take longest a step is as long as the rank with most of them, whichever it is: every cut by hand."""
+    name, pp, v, m = setting
+    table, n = schedule_table(name, pp, v, m), pp * v + 3
+    units = [replace(unit, value=0.1, gradient=0.1) for unit in random_units(1, m) * n]
+    outside = OutsideSeconds(np.full(n, 40.0), np.zeros(n), np.zeros(n), 1.0)
+    best = math.inf
+    for inner in itertools.combinations(range(1, n), pp * v - 1):
+        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
+        crossing = [[0.1] * len(inner)] * 2
+        best = min(best, step_by_hand(table, [[units[at] for at in own] for own in numbers], crossing, numbers, outside))
+    known, room = Intervals.of([units], range(n + 1)), np.full(pp, 1e9)
+    step = bound_of(units, pp, (v, v), name, m, 1e9, outside, 2 * best).seconds
+    timed = timed_bound(known, table, outside, room, 0.0, 2 * best, KnownPaths())
+    assert 40.0 * n / pp < step <= best * (1 + 1e-6)
+    assert 0.97 * best < timed <= best * (1 + 1e-6)
+    assert not cannot_run_in(known, name, pp, (v, v), m, room, outside, best * (1 + 1e-6))
+    assert not cannot_run_in(known, name, pp, (v, v), m, room, outside, math.inf)
+    assert cannot_run_in(known, name, pp, (v, v), m, room, outside, 0.95 * 40.0 * -(-n // pp))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("seed", range(3))
 def test_what_reductions_leave_counts_in_the_bounds(setting: tuple[str, int, int, int], seed: int) -> None:
     """Each stage that ran backward holds what its last reduction leaves until it does again. Every cut by hand: none that fits

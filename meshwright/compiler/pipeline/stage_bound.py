@@ -208,7 +208,7 @@ def _costs(
     if virtual_stages == (1, 1):  # what comes before a rank and after it is all but its own
         rows.append((work[False] - warm - back, path + 0.0 * ranks))
     room = seconds - first - np.array([beside for _, beside in rows])
-    return np.array([cost for cost, _ in rows]), room
+    return np.maximum([cost for cost, _ in rows], 0.0), room  # of all that is spared rounding may leave less than nothing
 
 
 def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
