@@ -6,8 +6,8 @@ All drop the order of the units, so equal units are one number ("how many of thi
   (``link_floor`` of no more than the seconds of units).
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``cannot_run_in`` asks whether T seconds are too few: of the most frequent class, a rank runs no more units than its
-  seconds and its memory at every moment (``in_flight``) leave room for, a program of two rows and so a closed form. If
-  all ranks together cannot run all units of the class, no cut can.
+  seconds and its memory at every moment (``in_flight``) leave room for, programs of two rows and so closed forms, one for each
+  way to count its seconds (``_costs``). If all ranks together cannot run all units of the class, no cut can.
 - ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
   ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
   at some moments of its order (``in_flight``) are linear in x; the step T is minimized over divided units.
