@@ -11,7 +11,7 @@ Pins settle either (``loss_rows``, ``mlp_rows``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,13 @@ def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: floa
     """The plan of the graph, or of it in pieces; ``last``: the search after which nothing is left to try. Raises what ``made``
     does."""
     check_pieces(graph, pins)
+    rows = ("loss", pins.loss_rows, rows_of(graph)), ("MLPs", pins.mlp_rows, rows_of_mlps(graph))
+    left_open = [what for what, pinned, found in rows if pinned is None and found is not None]
+    return _open(_chosen(graph, cluster, pins, precision, gap, made, last), left_open)
+
+
+def _chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: float, made: Made, last: Search) -> Plan:
+    """``chosen``, certified for what was looked at."""
     if pins.mlp_rows is not None or not many_rows(graph):
         return _of_losses(graph, _inner(made, pins.mlp_rows or 0), cluster, pins, precision, gap, last)
     try:
@@ -64,6 +71,15 @@ def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: floa
             return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, last)
         except PinError:  # of an operator that is in no piece
             raise error from None
+
+
+def _open(plan: Plan, what: Sequence[str]) -> Plan:
+    """A plan whose certificate says that ``what`` pins leave open was not looked at in all the pieces that pins can say."""
+    proof = plan.certificate
+    if not what or proof is None:
+        return plan
+    said = f"the {' and the '.join(what)} run at once, or in pieces as the plan has them"
+    return replace(plan, certificate=replace(proof, assumes=(*proof.assumes, said)))
 
 
 def check_pieces(graph: Graph, pins: Pins) -> None:

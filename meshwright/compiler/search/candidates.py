@@ -39,9 +39,9 @@ from meshwright.ir.quantities import count_text
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
 
-PIECE = 8192
+PIECE, SHORT = 8192, 1024
 """Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay; every further
-degree is a placement of its own to be solved)."""
+degree is a placement of its own to be solved), or down to ``SHORT`` where there are not as many pieces as ranks (chosen)."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def under_pins(
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
             if tensor == 1 and pins.sequence_parallel:
                 continue  # there is nothing to split the sequence over
-            for context in _contexts(pins, cluster.world // pp // tensor, tokens):
+            for context in _contexts(pins, cluster.world // pp // tensor, tokens, batch):
                 data = cluster.world // pp // tensor // context
                 counts = _counts(data, batch, pins)
                 splits = _expert_degrees(data, context if foldable else 1, experts, pins)
@@ -190,11 +190,13 @@ def _shards(data: int, pins: Pins) -> list[int]:
     return [n for n in divisors(data) if pins.allows("shard", n)]
 
 
-def _contexts(pins: Pins, of: int, tokens: int) -> list[int]:
-    """Ranks that may split a sequence: 1, and powers of two that leave each a piece worth its collectives; what pins say."""
+def _contexts(pins: Pins, of: int, tokens: int, batch: int) -> list[int]:
+    """Of so many ranks, those that may split a sequence: 1, and powers of two that leave each a piece worth its collectives, or
+    any where the batch has no sample for every rank; what pins say."""
     if pins.says("cp"):
         return [n for n in divisors(of) if pins.allows("cp", n)]
-    return [n for n in divisors(of) if n & (n - 1) == 0 and n * PIECE <= max(tokens, PIECE)]
+    least = PIECE if batch * max(1, tokens // PIECE) >= of else SHORT
+    return [n for n in divisors(of) if (n & (n - 1) == 0 or batch < of) and (n == 1 or n * least <= tokens)]
 
 
 def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchanged: tuple[int, int]) -> list[int]:

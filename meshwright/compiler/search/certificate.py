@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search.bounds import ROUNDING
-from meshwright.compiler.search.candidates import PIECE, Candidate
+from meshwright.compiler.search.candidates import PIECE, SHORT, Candidate
 from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
@@ -58,8 +59,9 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         yield "where data ranks share out experts, these read and leave tokens as they would if each rank had them all"
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
-        if not pins.says("cp"):
-            yield f"a rank's piece of a sequence has {PIECE} tokens or more, and their number is a power of two"
+    if cluster.world > 1 and not pins.says("cp") and attended(sweep.task.graph, sweep.task.rules):
+        yield (f"a rank's piece of a sequence has {PIECE} tokens or more, {SHORT} where there are fewer pieces than ranks, and "
+               "their number is a power of two where all ranks have samples")
         if cluster.nodes > 1 and not pins.says("attention") and pins.ulysses is None:
             yield "ranks of a sequence that exchange it for heads, beside others that do not, are those of a node"
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
@@ -67,7 +69,7 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if sweep.firm < bound * (1 - 1e-12):
         yield (f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch, exchanging a "
                "sequence for heads what it waits for without")
-    if sweep.limited:
+    if sweep.limited or any(one.outcome == "does not fit" for one in sweep.seen):
         yield "memory is what is counted block by block, and micro-batches other than the powers of two tried do not help"
 
 

@@ -456,6 +456,8 @@ class Evaluator:
         again = sum(sum(placement.repeated(start)) for start in cuts.boundaries[:-1])
         parts["compute"] += again * candidate.microbatches / candidate.pp
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
+        for part in ("outside the schedule", "exposed communication"):  # what runs ahead of it is told as recomputation, too
+            parts[part] = max(0.0, parts[part] - max(0.0, sum(parts.values()) - seconds))
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
         boundary, twice = self._boundary_bytes(candidate, placement), self._twice(candidate, degrees, zero, placement)
         memory = np.array(cuts.memory) + boundary - twice

@@ -59,16 +59,19 @@ def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, mi
         backward_begins = held["activations"] + transient >= held["gradients"]
         held["gradients" if backward_begins else "activations"] = 0.0
         transient *= backward_begins
+    work = float((forward + backward).sum())
+    waits = min(float((send + back + exposed).sum()), max(0.0, solution.time - work))  # behind a host that is late it is hidden
+    sent_again = min(sent_again, waits)
     found = Prediction(
         step_seconds=solution.time,
         bytes_per_rank=chain.fixed_bytes + most_bytes(resources, microbatches, blocks),
         capacity_bytes=task.cluster.capacity_bytes,
         free_bytes=task.cluster.memory_bytes - task.cluster.capacity_bytes,
-        compute_seconds=float((forward + backward).sum()) - again - (optimizer or 0.0),
+        compute_seconds=min(work, solution.time) - again - (optimizer or 0.0),
         recomputation_seconds=again + sent_again,
         optimizer_seconds=optimizer,
         communication_seconds=float((send + back + gather + reduce_ + first + last).sum()),
-        exposed_communication_seconds=float((send + back + exposed).sum()) - sent_again,
+        exposed_communication_seconds=waits - sent_again,
         bytes_by_kind={**held, "inputs": chain.fixed_bytes, "transient": transient},
     )
     return _with_throughput(found, task, step_flops(task.graph, task.rules.operators))
