@@ -151,7 +151,7 @@ def _shards(data: tuple[str, ...], level: int, pins: Pins, layout: Layout) -> li
 
 
 def microbatch_counts(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
-    """Micro-batch counts to try in order: the pin, or the powers of two that the batch allows."""
+    """Micro-batch counts to try in order: the pin, or of the powers of two and three times them what the batch allows."""
     batch, data = batch_size(graph), layout.data_size
     if batch <= (data - 1) * ceil_div(batch, data):
         raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; take more samples or less dp")
@@ -162,4 +162,5 @@ def microbatch_counts(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
                 "counts whose product divides it"
             )
         return [pins.microbatches]
-    return [1] + [2**n for n in range(1, batch.bit_length()) if batch % (data * 2**n) == 0]
+    counts = sorted(each * 2**n for n in range(batch.bit_length()) for each in (1, 3))
+    return [1, *(count for count in counts if count > 1 and batch % (data * count) == 0)]
