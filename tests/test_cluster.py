@@ -347,7 +347,10 @@ def test_files_with_odd_values_are_refused(tmp_path, old, new, message):
 
 
 def test_the_catalogue_has_the_form_of_a_file():
-    check_form(catalogue(), catalogue())
+    known = catalogue()
+    check_form(known, known)
+    with pytest.raises(ClusterError, match="devise"):
+        check_form({**known, "devise": {}}, known)
 
 
 def test_a_file_of_ones_own_is_like_any_name_of_the_catalogue(tmp_path):

@@ -57,7 +57,7 @@ def _narrow(graph: Graph, width: int) -> list[tuple[str, int, int]]:
     """(name, start, stop) of runs that read weights, between places that at most ``width`` values cross; at most ``_MOST``."""
     last = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
     weights = {param.value for param in graph.params if not param.buffer and len(graph.values[param.value].shape) >= 2}
-    share = -(-sum(not weights.isdisjoint(op.inputs) for op in graph.ops) // _MOST)
+    share = max(1, -(-sum(not weights.isdisjoint(op.inputs) for op in graph.ops) // _MOST))
     units: list[tuple[str, int, int]] = []
     crossing: set[str] = set()
     start = read = 0
