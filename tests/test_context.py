@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.api import autoparallel
-from meshwright.compiler.search.candidates import near_ranks
+from meshwright.compiler.search.candidates import _contexts, near_ranks
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.pins import ATTENTION, PinError, Pins
 from meshwright.ir.serialize import plan_hash
@@ -292,3 +292,10 @@ def test_masks_of_every_shape(leading: tuple[int, ...], learned: bool) -> None:
             given, into = torch.randn(*shapes[0], dtype=torch.float64, generator=drawn), (q, k, v, *[mask] * learned)
             wanted, found = (torch.autograd.grad(out, into, given) for out in outs)
             torch.testing.assert_close((outs[1], *found), (outs[0], *wanted))
+
+
+def test_pieces_are_short_where_a_node_has_more_ranks_than_pieces() -> None:
+    """One sample leaves no other use for a node's ranks, whatever their number; where each has a sample, and over nodes,
+    only powers of two that leave 8192 tokens are candidates."""
+    asked = [(3, 24576, 1, 8), (4, 8192, 1, 4), (6, 4096, 2, 8), (4, 8192, 8, 4), (6, 65536, 6, 8), (16, 8192, 1, 8)]
+    assert [_contexts(Pins(), *one) for one in asked] == [[1, 3], [1, 2, 4], [1, 2, 3], [1], [1, 2], [1]]

@@ -41,7 +41,7 @@ from meshwright.ir.schedules import illegal, schedule_of, schedules
 
 PIECE, SHORT = 8192, 1024
 """Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay; every further
-degree is a placement of its own to be solved), or down to ``SHORT`` where there are not as many pieces as ranks (chosen)."""
+degree is a placement of its own to be solved), or down to ``SHORT`` where a node's ranks are more than the pieces (chosen)."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def under_pins(
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
             if tensor == 1 and pins.sequence_parallel:
                 continue  # there is nothing to split the sequence over
-            for context in _contexts(pins, cluster.world // pp // tensor, tokens, batch):
+            for context in _contexts(pins, cluster.world // pp // tensor, tokens, batch, cluster.per_node):
                 data = cluster.world // pp // tensor // context
                 counts = _counts(data, batch, pins)
                 splits = _expert_degrees(data, context if foldable else 1, experts, pins)
@@ -190,13 +190,14 @@ def _shards(data: int, pins: Pins) -> list[int]:
     return [n for n in divisors(data) if pins.allows("shard", n)]
 
 
-def _contexts(pins: Pins, of: int, tokens: int, batch: int) -> list[int]:
+def _contexts(pins: Pins, of: int, tokens: int, batch: int, per_node: int) -> list[int]:
     """Of so many ranks, those that may split a sequence: 1, and powers of two that leave each a piece worth its collectives, or
-    any where the batch has no sample for every rank; what pins say."""
+    any of a node's where the batch has no sample for each of them; what pins say."""
     if pins.says("cp"):
         return [n for n in divisors(of) if pins.allows("cp", n)]
-    least = PIECE if batch * max(1, tokens // PIECE) >= of else SHORT
-    return [n for n in divisors(of) if (n & (n - 1) == 0 or batch < of) and (n == 1 or n * least <= tokens)]
+    few = batch < of <= per_node
+    least = SHORT if few and batch * max(1, tokens // PIECE) < of else PIECE
+    return [n for n in divisors(of) if (n & (n - 1) == 0 or few) and (n == 1 or n * least <= tokens)]
 
 
 def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchanged: tuple[int, int]) -> list[int]:

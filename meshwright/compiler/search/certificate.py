@@ -60,8 +60,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
     if cluster.world > 1 and not pins.says("cp") and attended(sweep.task.graph, sweep.task.rules):
-        yield (f"a rank's piece of a sequence has {PIECE} tokens or more, {SHORT} where there are fewer pieces than ranks, and "
-               "their number is a power of two where all ranks have samples")
+        yield (f"a rank's piece of a sequence has {PIECE} tokens or more, {SHORT} where a node has more ranks than there are "
+               "pieces, and their number is a power of two unless they are a node's that have no sample each")
         if cluster.nodes > 1 and not pins.says("attention") and pins.ulysses is None:
             yield "ranks of a sequence that exchange it for heads, beside others that do not, are those of a node"
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
