@@ -1,8 +1,10 @@
 """Which operators run in pieces: the loss, and the MLPs. Each is a graph of its own, for which a plan is searched.
 
     all at once                          the rule
-    the loss in pieces                   where nothing fits, or blocks recompute and logits are many; and alone where making
-                                         them again is less of a step than a search may miss anyway, as in long sequences
+    the loss in pieces                   where nothing fits; where logits are many in a plan that recomputes or takes several
+                                         micro-batches; and alone where making them again is less of a step than a search may
+                                         miss anyway, as in long sequences. In smaller pieces where memory is short then and a
+                                         piece takes much of it
     the loss and the MLPs in pieces      where nothing fits then, and a sample has more tokens than a piece
 
 Pins settle either (``loss_rows``, ``mlp_rows``).
@@ -30,7 +32,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import SEQUENCE, TENSOR, role_of
+from meshwright.ir.mesh import SEQUENCE, SHARED, TENSOR, role_of
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -39,6 +41,11 @@ from meshwright.rules import rules_of
 
 _FEW = 0.02
 """Logits that take less than this part of a device's memory decide nothing about recomputation."""
+_MUCH, _LEAST = 0.05, 512
+"""A piece of the loss that takes more than this part of a device's memory is made smaller, to so many rows at least, where
+memory is short (chosen): every piece adds the weight's gradient to that of those before."""
+_LOGIT = 4 + 4 + 2
+"""Bytes of a logit: in fp32 with its gradient, and as it is made."""
 AGAIN = 0.4 * SECONDS
 """Nominal limit of a search that has a plan of the graph as it is to beat (chosen)."""
 Search = Callable[..., Plan]
@@ -66,7 +73,7 @@ def _chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: flo
     try:
         return _of_losses(graph, made, cluster, pins, precision, gap, FIRST)
     except OutOfMemoryError as error:
-        rows = pins.loss_rows if pins.loss_rows is not None else ROWS if rows_of(graph) == 0 else 0
+        rows = pins.loss_rows if pins.loss_rows is not None else _fewer(graph, cluster) if rows_of(graph) == 0 else 0
         try:
             return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, last)
         except PinError:  # of an operator that is in no piece
@@ -104,28 +111,59 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
         return made(_with_loss(graph, pins.loss_rows), last)
     if rows_of(graph) != 0:
         return made(graph, last)
-    again = _logits_again(graph, cluster.device)
+    again = _logits_again(graph, cluster.device, ROWS)
     if again <= gap:
         pieces: Plan | None = None
         with suppress(PinError):  # of an operator that is in no piece
-            pieces = made(in_pieces(graph, ROWS), last)
+            pieces = _in_pieces(graph, made, cluster, pins, FIRST, last)
         if pieces is not None:
-            return _spared(pieces, again * _ranks(pieces), gap, partial(made, graph))
+            stages, alike = _ranks(pieces)
+            again = stages * _logits_again(graph, cluster.device, rows_of(pieces.graph) or ROWS, alike)
+            return _spared(pieces, again, gap, partial(made, graph))
     try:
         whole = made(graph, FIRST)
     except OutOfMemoryError as error:
         try:
-            return made(in_pieces(graph, ROWS), last)
+            return _in_pieces(graph, made, cluster, pins, FIRST, last)
         except PinError:  # of an operator that is in no piece
             raise error from None
-    kinds = [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
-    recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
-    if not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
+    if not _short(whole, pins) or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
         return whole
     with suppress(NoBetterError, OutOfMemoryError, PinError):
-        pieces = made(in_pieces(graph, ROWS), partial(best_plan, limit=AGAIN, to_beat=_seconds(whole)))
-        return pieces if _seconds(pieces) < _seconds(whole) else whole
+        return _in_pieces(graph, made, cluster, pins, _faster(whole), _faster(whole))
     return whole
+
+
+def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, first: Search, last: Search) -> Plan:
+    """The best plan with the loss in pieces: of ROWS rows, or of fewer where memory is short and a piece takes much of it.
+    ``last``: the search after which nothing is left to try, ``first``: before it."""
+    fewer = _fewer(graph, cluster)
+    if fewer == ROWS:
+        return made(in_pieces(graph, ROWS), last)
+    plan: Plan | None = None
+    with suppress(OutOfMemoryError, NoBetterError):
+        plan = made(in_pieces(graph, ROWS), first)
+    if plan is None:
+        return made(in_pieces(graph, fewer), last)
+    if _short(plan, pins):
+        with suppress(NoBetterError, OutOfMemoryError, PinError):
+            return made(in_pieces(graph, fewer), _faster(plan))
+    return plan
+
+
+def _faster(plan: Plan) -> Search:
+    """A shorter search that finds what is faster than a plan."""
+    return partial(best_plan, limit=AGAIN, to_beat=_seconds(plan))
+
+
+def _fewer(graph: Graph, cluster: Cluster) -> int:
+    """Rows of the largest piece that does not take much of a device's memory."""
+    names = losses(graph)
+    widest = max(graph.values[op.inputs[0]].shape[-1] for op in graph.ops if op.name in names)
+    rows = ROWS
+    while rows > _LEAST and rows * widest * _LOGIT > _MUCH * cluster.capacity_bytes:
+        rows //= 2
+    return rows
 
 
 def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan]) -> Plan:
@@ -167,20 +205,25 @@ def _alike(
     return best_plan(alike, fits, AGAIN, timing=timing, progress=progress, to_beat=_seconds(plan))
 
 
-def _logits_again(graph: Graph, device: Device) -> float:
-    """The part of a step that a loss in pieces adds, on one device alone: the logits are made once more."""
+def _logits_again(graph: Graph, device: Device, rows: int, ranks: int = 1) -> float:
+    """The part of a step that a loss in pieces of so many rows adds, on one device alone, or on one of several ``ranks`` that
+    share the work on the same rows, each of which starts all kernels: the logits are made once more."""
     operators = rules_of(graph)[0].operators
-    whole, pieces = (
-        sum(sum(compute.seconds(operators[op.target], Work.of(op, one), device, fused))
-            for op, fused in zip(one.ops, compute.fusion(one, operators), strict=True))
-        for one in (graph, in_pieces(graph, ROWS))
-    )
-    return pieces / whole - 1.0
+    taken, alone = list[float](), list[float]()
+    for one in (graph, in_pieces(graph, rows)):
+        priced = [(operators[op.target], Work.of(op, one), device, fused)
+                  for op, fused in zip(one.ops, compute.fusion(one, operators), strict=True)]
+        seconds = [sum(compute.seconds(*each)) for each in priced]
+        alone.append(sum(seconds))
+        taken.append(sum(max(took, ranks * sum(compute.started(*each))) for took, each in zip(seconds, priced, strict=True)))
+    return max(0.0, taken[1] - taken[0]) / alone[0]
 
 
-def _ranks(plan: Plan) -> int:
-    """Of its pipeline, on one of which the logits are made."""
-    return plan.pipeline.degree if plan.pipeline else 1
+def _ranks(plan: Plan) -> tuple[int, int]:
+    """Of its pipeline, on one of which the logits are made; and those that may share the work on the same rows."""
+    stages = plan.pipeline.degree if plan.pipeline else 1
+    apart = plan.mesh.size([axis for axis in plan.mesh.axes if role_of(axis) in SHARED])
+    return stages, max(1, plan.mesh.world // (stages * apart))
 
 
 def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
@@ -193,6 +236,13 @@ def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
     said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
     proof = replace(proof, objective_seconds=seconds, bound_seconds=bound, status=status, assumes=(*proof.assumes, said))
     return replace(plan, certificate=proof)
+
+
+def _short(plan: Plan, pins: Pins) -> bool:
+    """Whether it may be for want of memory that a plan recomputes, or takes several micro-batches."""
+    kinds = [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
+    recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in plan.groups)
+    return recomputes or (plan.schedule.microbatches > 1 and pins.microbatches is None and pins.micro_batch is None)
 
 
 def _logits_bytes(plan: Plan) -> float:

@@ -168,7 +168,7 @@ def test_the_host_starts_kernels_one_after_the_other(target, operands, kernels):
 def test_an_mlp_in_pieces_runs_its_first_product_once_more_in_the_backward():
     tokens, width, inner = 8192, 4096, 16384
     operator, shapes = OPERATORS["mw.mlp"], ((tokens, width), (inner, width), (width, inner))
-    one = Work(shapes, ((tokens, width),), BF16, BF16, args=(None, (None,), (None,), (None,), None, 1024))
+    one = Work(shapes, ((tokens, width),), BF16, BF16, args=(None, (None,), (None,), (), None, 1024))
     never = replace(operator, cost=replace(operator.cost, again=None))
     more = compute.seconds(operator, one, H100)[1] - compute.seconds(never, one, H100)[1]
     assert more == pytest.approx(seconds(LINEAR, shapes[:2], [(tokens, inner)], BF16, H100)[0], rel=0.01)

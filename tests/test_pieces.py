@@ -242,8 +242,8 @@ def test_of_a_long_sequence_only_pieces_are_searched() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                                             vocab_size=128, use_cache=False))
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                                             vocab_size=8192, use_cache=False))
 
     def planned(tokens: int, **pins: Any) -> Any:
         batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
@@ -251,7 +251,7 @@ def test_of_a_long_sequence_only_pieces_are_searched() -> None:
                        pins={"cp": 2, "dp": 1, "pp": 1, "tp": 1, **pins})
 
     assert rows_of(planned(1024).graph) == 0
-    found, whole = planned(262144), planned(262144, loss_rows=0)
+    found, whole = planned(524288), planned(524288, loss_rows=0)
     assert rows_of(found.graph) == 2048
     proof = found.certificate
     assert any("spare no more than the product that makes them again" in words for words in proof.assumes)
@@ -270,7 +270,7 @@ def test_a_pipeline_in_pieces_is_compared_with_all_logits_of_its_own_degrees(mon
                                              num_attention_heads=8, use_cache=False))
     ids = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
     graph = capture_model(model, (), {"input_ids": ids, "labels": ids}, (), mw.loss_alone, "bf16")
-    cluster, again = Cluster.parse("h100:1x8"), piecewise._logits_again(graph, Cluster.parse("h100:1x8").device)
+    cluster, again = Cluster.parse("h100:1x8"), piecewise._logits_again(graph, Cluster.parse("h100:1x8").device, 2048)
     limits, search = list[float](), piecewise.best_plan
 
     def counted(*args: Any, limit: float = piecewise.AGAIN, **more: Any) -> Any:
@@ -287,3 +287,40 @@ def test_a_pipeline_in_pieces_is_compared_with_all_logits_of_its_own_degrees(mon
     assert found.predicted.step_seconds <= min(apart) * (1 + 1.5 * again)
     assert found.certificate.bound_seconds <= min(apart)
     assert found.certificate.objective_seconds == found.predicted.step_seconds
+
+
+def test_the_loss_is_in_pieces_where_memory_asks_for_micro_batches() -> None:
+    """A plan without recomputation, too, may have more micro-batches for its logits alone; where a piece of the usual rows
+    takes much of the memory it has fewer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
+                                             vocab_size=20000, use_cache=False))
+    ids = torch.zeros(8, 512, dtype=torch.int64, device="meta")
+
+    def planned(memory: float = 21e9, **pins: Any) -> Any:
+        return mw.plan(model, Cluster.parse("a10g:1x2").with_memory(int(memory)), ((), {"input_ids": ids, "labels": ids}),
+                       loss_fn=mw.loss_alone, precision="bf16", pins=pins)
+
+    memory = 0.43 * planned(loss_rows=0).predicted.bytes_per_rank
+    whole, found = planned(memory, loss_rows=0), planned(memory)
+    assert whole.schedule.microbatches > found.schedule.microbatches == 1
+    assert rows_of(found.graph) == 512
+    assert found.predicted.step_seconds < 0.9 * whole.predicted.step_seconds
+
+
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_an_mlp_in_pieces_is_never_faster_than_at_once(rows: int) -> None:
+    """Where the host's starts are the time of a layer, too: a piece starts its steps one by one, in the backward again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4,
+                                             vocab_size=512, use_cache=False))
+    ids = torch.zeros(8, 512, dtype=torch.int64, device="meta")
+    batch = ((), {"input_ids": ids, "labels": ids})
+    for cluster in ("a10g:1x2", Cluster.parse("h100:1x2").with_kernels(fused=True)):
+        whole, pieces = (mw.plan(model, cluster, batch, precision="bf16", pins={"mlp_rows": n}).predicted.step_seconds
+                         for n in (0, rows))
+        assert pieces > whole

@@ -234,6 +234,9 @@ def _sides(operator: Operator, work: Work) -> tuple[bool, bool]:
 
 def _kernels(operator: Operator, work: Work) -> tuple[int, int]:
     """Kernels of a product, forward and backward."""
+    if operator.cost.kernels is not None:
+        ahead, back = operator.cost.kernels(work)
+        return ahead, back if any(work.gradients) else 0
     count = len(products(operator, work))
     sides = sum(_sides(operator, work))
     again = len(operator.cost.again(work)) if operator.cost.again is not None and sides else 0

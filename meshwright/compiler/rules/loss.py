@@ -131,6 +131,13 @@ def _passes(work: Work) -> tuple[float, float]:
     return 6.0 * once + cast, 8.0 * once + 2 * cast + summed
 
 
+def _kernels(work: Work) -> tuple[int, int]:
+    """Of every piece the product and the passes; in the backward the product again, its own passes, two products and the sum
+    of the weight's gradients."""
+    pieces = math.ceil(math.prod(work.operands[0][:-1]) / max(1, _rows(work)))
+    return pieces * (1 + 6), pieces * (1 + 8 + 2 + 1)
+
+
 def _tokens(work: Work) -> float:
     """For every token its maximum or the sum of its exponentials, its label, and two masks."""
     return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
@@ -146,7 +153,7 @@ RULES: Mapping[str, Declaration] = {
     ),
     PIECES: declare(
         _linear_cross_entropy, saves=Saves.parse("0 1", extra=_tokens),
-        cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=_logits),
+        cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=_logits, kernels=_kernels),
     ),
     "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),
     "aten.cross_entropy_loss.default": labelled(_class_loss, saves=PROBABILITIES),

@@ -53,14 +53,36 @@ def _space(work: Work) -> tuple[float, float]:
     return float(forward), float(backward + summed)
 
 
+def _reads(work: Work) -> list[int]:
+    """How many inner values every step reads."""
+    return [sum(isinstance(arg, tuple) and arg[:1] == ("at",) for arg in (*args, *(value for _, value in kwargs)))
+            for _, args, kwargs in _steps(work)]
+
+
+def _steps(work: Work) -> Sequence[tuple[str, tuple[object, ...], tuple[tuple[str, object], ...]]]:
+    """(target, arguments, keywords) of what is done element by element, in order."""
+    steps: Sequence[tuple[str, tuple[object, ...], tuple[tuple[str, object], ...]]] = work.args[3]  # type: ignore[assignment]
+    return steps
+
+
 def _passes(work: Work) -> tuple[float, float]:
-    """Bytes that pass through memory beside the products: what lies between them as one kernel, forward, once more, and
-    backward; and for every piece the weights' gradients that are added to those before."""
+    """Bytes that pass through memory beside the products: every step reads what it needs and writes what it makes, forward,
+    once more, and backward, where it reads a gradient, too, and writes one for all that it read; and for every piece the
+    weights' gradients that are added to those before. The steps run one by one, on devices that fuse others as well."""
     tokens, rows, _, h, _ = _shapes(work)
-    once, inner, size = tokens * h * work.reads.itemsize, len(work.args[1]), work.reads.itemsize
+    once, size, reads = tokens * h * work.reads.itemsize, work.reads.itemsize, _reads(work)
     pieces, weights = math.ceil(tokens / max(1, rows)), sum(math.prod(shape) for shape in work.operands[1:])
     summed = pieces * weights * (2.0 * max(4, size) + (size if size < 4 else 0))
-    return once * (inner + 1.0), once * (3.0 * inner + 2.0) + summed
+    ahead = sum(count + 1 for count in reads)
+    return float(once * ahead), once * (ahead + sum(2 * count + 1 for count in reads)) + summed
+
+
+def _kernels(work: Work) -> tuple[int, int]:
+    """Of every piece the products and steps; in the backward these but the last product again, two for a product and one for a
+    step, and one that adds the gradient of every weight."""
+    tokens, rows, *_ = _shapes(work)
+    pieces, inner, steps = math.ceil(tokens / max(1, rows)), len(work.args[1]), len(work.args[3])
+    return pieces * (inner + 1 + steps), pieces * ((inner + steps) + 2 * (inner + 1) + steps + (inner + 1))
 
 
 def _saves(args: tuple[object, ...]) -> Saves:
@@ -73,5 +95,8 @@ def _saves(args: tuple[object, ...]) -> Saves:
 
 
 RULES: Mapping[str, Declaration] = {
-    MLP: declare(_mlp, saves_of=_saves, cost=Cost("matmul", products=_products, space=_space, moves=_passes, again=_inside)),
+    MLP: declare(
+        _mlp, saves_of=_saves,
+        cost=Cost("matmul", products=_products, space=_space, moves=_passes, again=_inside, kernels=_kernels),
+    ),
 }

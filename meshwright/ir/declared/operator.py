@@ -133,6 +133,7 @@ class Cost:
     ``order``: of a view that permutes dims, for every dim of the result the operand's.
     ``copies``: of a view, whether this call has its result in memory of its own all the same.
     ``again``: the products of the forward that the backward runs once more.
+    ``kernels``: those that it starts, (forward, backward), where they are more than its products.
     ``looked``: of attention, keys that a row sees in the mean, if not all or (causal) half of them.
     """
 
@@ -147,6 +148,7 @@ class Cost:
     looked: Bytes | None = None
     moves: Callable[[Work], tuple[float, float]] | None = None
     again: Products | None = None
+    kernels: Callable[[Work], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS_OF_WORK:
