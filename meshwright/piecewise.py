@@ -136,12 +136,12 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
 
 def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, first: Search, last: Search) -> Plan:
     """The best plan with the loss in pieces: of ROWS rows, or of fewer where memory is short and a piece takes much of it.
-    ``last``: the search after which nothing is left to try, ``first``: before it."""
+    ``last``: the search after which nothing is left to try, ``first``: before it. Raises what they do."""
     fewer = _fewer(graph, cluster)
     if fewer == ROWS:
         return made(in_pieces(graph, ROWS), last)
     plan: Plan | None = None
-    with suppress(OutOfMemoryError, NoBetterError):
+    with suppress(OutOfMemoryError):
         plan = made(in_pieces(graph, ROWS), first)
     if plan is None:
         return made(in_pieces(graph, fewer), last)
