@@ -314,7 +314,9 @@ class Pins:
         if world % product:
             raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
         if product != world and None not in (self.dp, self.tp, self.pp) and "cp" not in {*self.among, *self.most}:
-            raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
+            rest = f", or pin cp={world // product} to split sequences" if self.cp is None else ""
+            raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search"
+                           f"{rest}")
 
 
 def _brief(value: Any) -> str:
