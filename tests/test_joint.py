@@ -456,6 +456,11 @@ def test_what_all_micro_batches_hand_back_keeps_candidates_out_at_once(monkeypat
         run.rest()
         return run
 
+    def nearest(run: Sweep) -> float:
+        refusal = run.refusal()
+        assert isinstance(refusal, OutOfMemoryError)
+        return refusal.least
+
     monkeypatch.setattr(Sweep, "_roomy", lambda sweep, nodes: nodes)  # which may see it, too
     known = {gib: looked(gib) for gib in (1.8, 0.9)}
     monkeypatch.setattr(CandidateBounds, "_handed_back", lambda bounds, candidate: 0.0)
@@ -464,7 +469,7 @@ def test_what_all_micro_batches_hand_back_keeps_candidates_out_at_once(monkeypat
         assert [one.seconds for one in run.solved[:1]] == [one.seconds for one in slow.solved[:1]]
         assert run.bounds.evaluator.work["placement"] < slow.bounds.evaluator.work["placement"]
         assert run.bound >= slow.bound
-        assert run.solved or str(run.refusal()) == str(slow.refusal())
+        assert run.solved or (not slow.solved and nearest(run) <= nearest(slow))
 
 
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:

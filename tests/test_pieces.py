@@ -242,8 +242,8 @@ def test_of_a_long_sequence_only_pieces_are_searched() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                                             vocab_size=8192, use_cache=False))
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=512, num_hidden_layers=2, vocab_size=8192,
+                                             num_attention_heads=4, use_cache=False))
 
     def planned(tokens: int, **pins: Any) -> Any:
         batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(1, tokens, dtype=torch.int64, device="meta"))

@@ -20,6 +20,7 @@ that are best with memory unlimited.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -56,6 +57,9 @@ ROUNDING = 0.03
 """Assumed, not proven: the seconds of one sample are at least 1 - ROUNDING times its share of the seconds of a large batch, for
 rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
 whose bound rests on this says so (``Branch.firm`` is the bound without)."""
+
+_ABOUT, _FAR = 0.05, 10_000
+"""Bytes that differ by this part are about the same (chosen); more of these than there are."""
 
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
@@ -129,7 +133,6 @@ class CandidateBounds:
     """Bounds of the candidates of one task; remembers the placements that these rest on.
 
     graph: of the task, cut between its layers if only a pipeline can serve the pins and no two layers are alike
-    missed: of the nodes that a bound proves not to fit the nearest, by the bytes of its mean rank
     refused: why a placement that cannot be has none, the last one
     """
 
@@ -137,8 +140,8 @@ class CandidateBounds:
         self.task = task
         self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
         self.counts = Counts()
-        self.missed: tuple[float, Branch] | None = None
         self.refused: PlanError | None = None
+        self._missed: tuple[int, int, Branch] | None = None
         self._numbers = itertools.count()
         self._known: dict[Placing, Placement | None] = {}
         self._adds: dict[tuple[int, int, int, int, int, bool, int], float] = {}
@@ -452,9 +455,16 @@ class CandidateBounds:
         return replace(node.at(Level.TIMED, timed), sharp=sharp)
 
     def miss(self, node: Branch, least: float) -> None:
-        """Keep a node that is proven not to fit, if it is the nearest. ``least``: bytes of its mean rank, or of one of them."""
+        """Keep a node that is proven not to fit, if it is the nearest: of those about as near the one with the fewest samples,
+        which nothing of what a micro-batch keeps has been counted of. ``least``: bytes of its mean rank, or of one of them."""
         single = node.part(node.virtual[:1], 0.0, node.number)
-        self.missed = min(self.missed or (np.inf, single), (least, single))
+        near = round(math.log(max(least, 1.0)) / _ABOUT) if least < np.inf else _FAR
+        self._missed = min(self._missed or (_FAR, 0, single), (near, node.candidate.samples, single))
+
+    def missed(self, bytes_: float) -> Branch | None:
+        """The nearest node that a bound proves not to fit, if that bound leaves it nearer than so many bytes."""
+        near = self._missed is not None and (bytes_ == np.inf or self._missed[0] * _ABOUT < math.log(bytes_))
+        return self._missed[-1] if self._missed is not None and near else None
 
 
 def _forced(graph: Graph, pins: Pins, names: Sequence[str], starts: Sequence[int]) -> tuple[int, ...]:

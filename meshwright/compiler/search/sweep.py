@@ -345,9 +345,9 @@ class Sweep:
                 continue
         if nothing_fits:
             return min(nothing_fits, key=lambda error: error.least)
-        if self._nearest is None and self.bounds.missed is not None:
+        if (missed := self.bounds.missed(self._nearest.least if self._nearest else _INF)) is not None:
             with suppress(PlanError):  # of what was seen to be too much before it was placed
-                self._solve(self.bounds.missed[1])
+                self._solve(missed)
         if self._nearest is not None:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):

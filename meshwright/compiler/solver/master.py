@@ -246,7 +246,8 @@ def simplex(values: Array) -> Array:
 
 
 def choose(
-    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, effort: Effort, together: bool = False
+    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, effort: Effort, together: bool = False,
+    to_beat: float = math.inf,
 ) -> list[Column] | None:
     """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
     (rho 1) or least memory (rho 0); None if none is found. ``effort``: counts it; what is left of it limits the nodes that are
@@ -264,6 +265,8 @@ def choose(
     hair = _HAIR * max(1.0, abs(free))
     number = flow.rows.add(used, -math.inf, free - hair - least if limited else math.inf)
     times = [(z, columns[c].time / scale.time) for (_, _, c), z in arcs]
+    if rho and to_beat < math.inf:
+        flow.rows.add(times, -math.inf, (to_beat - chain.fixed_time) / scale.time)
     model = flow.rows.model(times) if rho else flow.rows.model(used, least)
     row = model.get_linear_constraint(number)
     for _ in range(20):

@@ -218,7 +218,8 @@ class Search:
         assert self.scale is not None
         with self._phase("choose"):
             precision = self.gap / 10 if rho else 1e-6
-            chosen = choose(self.chain, self._listed(), self.scale, rho, precision, self.pricer.effort, together)
+            to_beat = min(self.time if together else self.loose_time, self.cutoff if self.strict else np.inf) * (1 - precision)
+            chosen = choose(self.chain, self._listed(), self.scale, rho, precision, self.pricer.effort, together, to_beat)
             self._offer(chosen)
         return chosen
 
