@@ -313,6 +313,15 @@ def test_once_the_effort_is_over_no_walk_is_asked_for_again():
     assert 0 < over.spent < ample.spent  # the first program was solved, no second
 
 
+def test_only_what_is_faster_than_is_known_is_chosen():
+    chain, columns = circulating()
+    found = choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, Effort(np.inf))
+    assert found is not None
+    least = chain.fixed_time + sum(column.time for column in found)
+    assert choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, Effort(np.inf), to_beat=1.001 * least) == found
+    assert choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, Effort(np.inf), to_beat=0.999 * least) is None
+
+
 def test_what_is_left_of_the_effort_limits_the_nodes():
     assert Effort(10.0).nodes(100, 50) == 50
     assert 1 < Effort(1.0).nodes(1000, 50) < 50

@@ -250,8 +250,9 @@ def choose(
     to_beat: float = math.inf,
 ) -> list[Column] | None:
     """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
-    (rho 1) or least memory (rho 0); None if none is found. ``effort``: counts it; what is left of it limits the nodes that are
-    visited, and once it is over no walk is asked for again whose parts did not connect."""
+    (rho 1), of what takes no more than ``to_beat`` seconds, or least memory (rho 0); None if none is found. ``effort``: counts
+    it; what is left of it limits the nodes that are visited, and once it is over no walk is asked for again whose parts did not
+    connect."""
     flow = _flow(segments(chain.sequence), columns, integer=True)
     if together:
         _agree(chain, flow, columns)
