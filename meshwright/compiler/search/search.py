@@ -34,6 +34,7 @@ from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
+from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.pins import PinError, Pins, nearest
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
@@ -258,8 +259,10 @@ def _safest(best: Result, sweep: Sweep, fits: Fits, timing: Timing, refined: Ref
     """Of the plans that the certificate would not tell from the best (``TIED``), the one that loses least in the worst case: if
     it takes as long as such plans took at most, and another as short as its kind did (``cost.spread``). One that was solved is
     made into a plan for it, if it would be the one; plans of one kind have one interval, so that the fastest stays."""
-    cluster = sweep.task.cluster
-    within = max(best.seconds, sweep.bound / (1 - TIED))
+    cluster, pins = sweep.task.cluster, sweep.task.pins
+    pieces = pins.loss_rows is None and any(op.target == PIECES for op in sweep.task.graph.ops)
+    tied = TIED - (sweep.task.gap if pieces else 0.0)  # the rest is for what all logits at once may spare (``piecewise``)
+    within = max(best.seconds, sweep.bound / (1 - tied))
     made = [one for one in sweep.results if one.seconds <= within]
     known: list[tuple[Result | Evaluation, Interval]] = [(one, _interval(one, cluster)) for one in made]
     known += [(one, _interval(one, cluster)) for one in sweep.open if one.seconds <= within]
