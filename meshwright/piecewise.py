@@ -2,9 +2,9 @@
 
     all at once                          the rule
     the loss in pieces                   where nothing fits; where logits are many in a plan that recomputes or takes several
-                                         micro-batches; and alone where making them again is less of a step than a search may
-                                         miss anyway, as in long sequences. In smaller pieces where memory is short then and a
-                                         piece takes much of it
+                                         micro-batches; and alone where those of a sample are many and making them again is
+                                         less of a step than a search may miss anyway, as in long sequences. In smaller pieces
+                                         where memory is short then and a piece takes much of it
     the loss and the MLPs in pieces      where nothing fits then, and a sample has more tokens than a piece
 
 Pins settle either (``loss_rows``, ``mlp_rows``).
@@ -23,6 +23,7 @@ from meshwright.compiler.search.blockwise import WIDEST
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan, proof_of
 from meshwright.compiler.search.task import Progress, Task, Timing
+from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
 from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
@@ -40,7 +41,7 @@ from meshwright.ir.rule import factors_of
 from meshwright.rules import rules_of
 
 _FEW = 0.02
-"""Logits that take less than this part of a device's memory decide nothing about recomputation."""
+"""Logits that take less than this part of a device's memory decide nothing."""
 _MUCH, _LEAST = 0.05, 512
 """A piece of the loss that takes more than this part of a device's memory is made smaller, to so many rows at least, where
 memory is short (chosen): every piece adds the weight's gradient to that of those before."""
@@ -85,7 +86,8 @@ def _open(plan: Plan, what: Sequence[str]) -> Plan:
     proof = plan.certificate
     if not what or proof is None:
         return plan
-    said = f"the {' and the '.join(what)} run at once, or in pieces as the plan has them"
+    run = "runs" if what == ["loss"] else "run"
+    said = f"the {' and the '.join(what)} {run} at once, or in pieces as the plan has them"
     return replace(plan, certificate=replace(proof, assumes=(*proof.assumes, said)))
 
 
@@ -112,10 +114,10 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
     if rows_of(graph) != 0:
         return made(graph, last)
     again = _logits_again(graph, cluster.device, ROWS)
-    if again <= gap:
+    if again <= gap and _of_a_sample(graph) >= _FEW * cluster.capacity_bytes:
         pieces: Plan | None = None
         with suppress(PinError):  # of an operator that is in no piece
-            pieces = _in_pieces(graph, made, cluster, pins, FIRST, last)
+            pieces = _in_pieces(graph, made, cluster, pins, last)
         if pieces is not None:
             stages, alike = _ranks(pieces)
             again = stages * _logits_again(graph, cluster.device, rows_of(pieces.graph) or ROWS, alike)
@@ -124,36 +126,34 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
         whole = made(graph, FIRST)
     except OutOfMemoryError as error:
         try:
-            return _in_pieces(graph, made, cluster, pins, FIRST, last)
+            return _in_pieces(graph, made, cluster, pins, last)
         except PinError:  # of an operator that is in no piece
             raise error from None
     if not _short(whole, pins) or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
         return whole
-    with suppress(NoBetterError, OutOfMemoryError, PinError):
-        return _in_pieces(graph, made, cluster, pins, _faster(whole), _faster(whole))
-    return whole
+    fewer = _fewer(graph, cluster)  # memory is short here
+    pieces = _or_faster(whole, graph, made, fewer)
+    return pieces if pieces is whole or fewer == ROWS else _or_faster(pieces, graph, made, ROWS)
 
 
-def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, first: Search, last: Search) -> Plan:
+def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, last: Search) -> Plan:
     """The best plan with the loss in pieces: of ROWS rows, or of fewer where memory is short and a piece takes much of it.
-    ``last``: the search after which nothing is left to try, ``first``: before it. Raises what they do."""
+    ``last``: the search after which nothing is left to try."""
     fewer = _fewer(graph, cluster)
     if fewer == ROWS:
         return made(in_pieces(graph, ROWS), last)
-    plan: Plan | None = None
-    with suppress(OutOfMemoryError):
-        plan = made(in_pieces(graph, ROWS), first)
-    if plan is None:
+    try:
+        plan = made(in_pieces(graph, ROWS), FIRST)
+    except OutOfMemoryError:
         return made(in_pieces(graph, fewer), last)
-    if _short(plan, pins):
-        with suppress(NoBetterError, OutOfMemoryError, PinError):
-            return made(in_pieces(graph, fewer), _faster(plan))
+    return _or_faster(plan, graph, made, fewer) if _short(plan, pins) else plan
+
+
+def _or_faster(plan: Plan, graph: Graph, made: Made, rows: int) -> Plan:
+    """A plan, or a faster one with the loss in pieces of so many rows."""
+    with suppress(NoBetterError, OutOfMemoryError, PinError):
+        return made(in_pieces(graph, rows), partial(best_plan, limit=AGAIN, to_beat=_seconds(plan)))
     return plan
-
-
-def _faster(plan: Plan) -> Search:
-    """A shorter search that finds what is faster than a plan."""
-    return partial(best_plan, limit=AGAIN, to_beat=_seconds(plan))
 
 
 def _fewer(graph: Graph, cluster: Cluster) -> int:
@@ -243,6 +243,13 @@ def _short(plan: Plan, pins: Pins) -> bool:
     kinds = [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
     recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in plan.groups)
     return recomputes or (plan.schedule.microbatches > 1 and pins.microbatches is None and pins.micro_batch is None)
+
+
+def _of_a_sample(graph: Graph) -> float:
+    """Bytes of the logits of one sample, of all losses together."""
+    names = losses(graph)
+    logits = sum(graph.values[op.inputs[0]].numel for op in graph.ops if op.name in names)
+    return logits * _LOGIT / batch_size(graph)
 
 
 def _logits_bytes(plan: Plan) -> float:
