@@ -231,7 +231,7 @@ def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
     most."""
     proof = proof_of(pieces)
     seconds = _seconds(plan)
-    bound = min((1.0 - part) * proof.bound_seconds, seconds)
+    bound = min(max(0.0, 1.0 - part) * proof.bound_seconds, seconds)
     status = "gap" if proof.status == "optimal" and 1.0 - bound / seconds > gap else proof.status
     said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
     proof = replace(proof, objective_seconds=seconds, bound_seconds=bound, status=status, assumes=(*proof.assumes, said))

@@ -357,7 +357,8 @@ class Costs:
         vector = np.zeros(RESOURCES)
         numel = value.numel / self.mesh.size(need.split_axes)
         if not trainable:
-            vector[PARAMETERS] = numel * value.dtype.itemsize
+            floats = value.dtype.is_floating_point  # which lie in fp32; how long a narrower copy is there the program shows
+            vector[PARAMETERS] = numel * (max(_CAST_BYTES, value.dtype.itemsize) if floats else value.dtype.itemsize)
             return vector
         variant = variant.of(need.split_axes)
         if set(variant.data_axes) & set(need.split_axes):

@@ -264,7 +264,8 @@ def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
     trained = sum(task.graph.values[param.value].numel for param in task.graph.params if param.trainable)
     state = _MASTER + (task.itemsize if microbatches > 1 else 0) + task.state_bytes
     world, alone = task.cluster.world, problem.alone_bytes  # ranks with samples of their own make what belongs to these
-    standing = task.given_bytes + (trained * state + alone) / world
+    frozen = sum(task.graph.values[param.value].numel for param in task.graph.params) - trained
+    standing = task.given_bytes + (trained * state + frozen * task.itemsize + alone) / world
     counted, binds = standing + least / world, standing + float(each[0]) / world > room * FAR
     if not room < counted <= room * FAR:
         return OneDevice(counted, counted > room, binds, standing, least, widest, float(each[0]))
