@@ -33,7 +33,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import SEQUENCE, SHARED, TENSOR, role_of
+from meshwright.ir.mesh import ANY, SEQUENCE, SHARED, TENSOR, role_of
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -119,9 +119,7 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
         with suppress(PinError):  # of an operator that is in no piece
             pieces = _in_pieces(graph, made, cluster, pins, last)
         if pieces is not None:
-            stages, alike = _ranks(pieces)
-            again = stages * _logits_again(graph, cluster.device, rows_of(pieces.graph) or ROWS, alike)
-            return _spared(pieces, again, gap, partial(made, graph))
+            return _spared(pieces, _again_of(pieces, graph, cluster.device), gap, partial(made, graph))
     try:
         whole = made(graph, FIRST)
     except OutOfMemoryError as error:
@@ -177,7 +175,7 @@ def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan
         best = made(partial(_alike, pieces))
     found = _sparing(best, pieces, part, gap)
     proof, before = proof_of(found), proof_of(pieces)
-    if proof.gap <= WIDEST or before.gap > WIDEST:
+    if proof.gap <= WIDEST or before.gap > max(WIDEST, part):
         return found
     try:
         return made(partial(best_plan, limit=AGAIN, to_beat=_seconds(found)))
@@ -197,6 +195,8 @@ def _alike(
         role = role_of(axis)
         sizes[role] = sizes.get(role, 1) * plan.mesh.size(axis)
     held: dict[str, Any] = {"tp": sizes.get(TENSOR, 1), "cp": sizes.get(SEQUENCE, 1)}
+    if ANY in sizes:
+        held = {"axes": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))}
     held["microbatches"] = plan.schedule.microbatches
     if plan.pipeline is not None:
         held |= {"pp": plan.pipeline.degree, "schedule": plan.pipeline.schedule}
@@ -219,11 +219,20 @@ def _logits_again(graph: Graph, device: Device, rows: int, ranks: int = 1) -> fl
     return max(0.0, taken[1] - taken[0]) / alone[0]
 
 
-def _ranks(plan: Plan) -> tuple[int, int]:
-    """Of its pipeline, on one of which the logits are made; and those that may share the work on the same rows."""
-    stages = plan.pipeline.degree if plan.pipeline else 1
+def _again_of(plan: Plan, graph: Graph, device: Device) -> float:
+    """The part of its step that a plan takes longer than with the logits of ``graph`` at once, at most as far as prices say: of
+    a pipeline one rank makes them, and a rank's rows in a micro-batch may be few for a piece, which costs as much."""
+    rows, stages = rows_of(plan.graph) or ROWS, plan.pipeline.degree if plan.pipeline else 1
     apart = plan.mesh.size([axis for axis in plan.mesh.axes if role_of(axis) in SHARED])
-    return stages, max(1, plan.mesh.world // (stages * apart))
+    alike = max(1, plan.mesh.world // (stages * apart))
+    each = _rows_of_all(graph) / (apart * plan.schedule.microbatches)
+    return stages * _logits_again(graph, device, rows, alike) * math.ceil(each / rows) * rows / each
+
+
+def _rows_of_all(graph: Graph) -> float:
+    """Rows of the logits of the largest loss, in the whole batch."""
+    names = losses(graph)
+    return float(max(math.prod(graph.values[op.inputs[0]].shape[:-1]) for op in graph.ops if op.name in names))
 
 
 def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:

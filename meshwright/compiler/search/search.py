@@ -81,10 +81,10 @@ def best_plan(
     if staged is None:
         return _best_plan(task, fits, limit, timing, progress, to_beat)
     plan: Plan | None = None
-    refused: NoBetterError | OutOfMemoryError | None = None
+    refused: NoBetterError | OutOfMemoryError | PinError | PlanError | None = None
     try:
         plan = _best_plan(task, fits, limit, timing, progress, to_beat)
-    except (NoBetterError, OutOfMemoryError) as error:
+    except (NoBetterError, OutOfMemoryError, PinError, PlanError) as error:
         refused = error
     seconds = to_beat if plan is None else prediction_of(plan).step_seconds
     bound = math.inf
@@ -92,6 +92,8 @@ def best_plan(
         other = _best_plan(staged, fits, _STAGED * limit, timing, progress, seconds)
     except NoBetterError as error:
         bound = error.bound_seconds
+    except OutOfMemoryError as error:
+        refused = refused if isinstance(refused, NoBetterError | OutOfMemoryError) else error  # says more than what cannot be
     except (PinError, PlanError):  # nothing with stages can be
         pass
     else:
@@ -100,9 +102,9 @@ def best_plan(
     if plan is not None:
         return _bounded(plan, bound, task.gap)
     assert refused is not None
-    if isinstance(refused, OutOfMemoryError):
-        raise refused
-    raise NoBetterError(min(refused.bound_seconds, bound), refused.limited)
+    if isinstance(refused, NoBetterError):
+        raise NoBetterError(min(refused.bound_seconds, bound), refused.limited)
+    raise refused if bound == math.inf else NoBetterError(bound, limited=True)
 
 
 def _with_stages(task: Task) -> Task | None:
