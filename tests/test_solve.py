@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from meshwright.compiler.solver import search
 from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
 from meshwright.compiler.solver.effort import Effort
+from meshwright.compiler.solver.linear import aside
 from meshwright.compiler.solver.master import Scale, choose
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.pricing import Column, Pricer
@@ -320,6 +322,14 @@ def test_only_what_is_faster_than_is_known_is_chosen():
     least = chain.fixed_time + sum(column.time for column in found)
     assert choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, Effort(np.inf), to_beat=1.001 * least) == found
     assert choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, Effort(np.inf), to_beat=0.999 * least) is None
+
+
+def test_what_a_solver_prints_is_no_output(capfd):
+    with aside():
+        ctypes.CDLL(None).printf(b"a solver's own line\n")
+    print("ours")
+    out, err = capfd.readouterr()
+    assert (out, "own line" in err) == ("ours\n", True)
 
 
 def test_what_is_left_of_the_effort_limits_the_nodes():

@@ -563,7 +563,7 @@ class Sweep:
             return []
         except NoBetterError as error:
             told.append(replace(seen, outcome=f"no better: {error}"))
-            self._closed = min(self._closed, error.bound_seconds)
+            self._closed = min(self._closed, max(error.bound_seconds, node.bound))
             self.limited |= error.limited
             return self._more(node, error.bound_seconds, error.limited)
         told.append(replace(seen, step_seconds=made.seconds))

@@ -9,8 +9,12 @@ that a program has the same answer on every machine.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from ortools.linear_solver import pywraplp
@@ -45,6 +49,25 @@ _NONE = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASI
 
 class NoSolutionError(Exception):
     """No values of the variables are within all limits."""
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What solvers print of their own accord (seen: HiGHS, of integer programs) goes to the standard error meanwhile: the
+    standard output is for what a program was asked for."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError):  # there is no such output
+        yield
+        return
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class UnsolvedError(Exception):

@@ -26,6 +26,7 @@ from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain
 from meshwright.compiler.solver.effort import Effort
+from meshwright.compiler.solver.linear import aside
 from meshwright.compiler.solver.pricing import Column, Group, Multipliers, held_back
 
 Arc = tuple[int, int, int]
@@ -273,7 +274,8 @@ def choose(
     for _ in range(20):
         nodes = effort.nodes(len(columns), NODES)
         params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=nodes)
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+        with aside():
+            result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
         effort.chosen(len(columns), result.solve_stats.simplex_iterations)
         if not result.has_primal_feasible_solution():
             return None

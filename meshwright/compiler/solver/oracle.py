@@ -16,6 +16,7 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, BlockModel, Chain, Infeasible, Solution, evaluate
+from meshwright.compiler.solver.linear import aside
 
 TOLERANCE = 1e-6
 """Relative tolerance of the integer program's bound; an assignment may exceed the capacity by as much."""
@@ -243,7 +244,8 @@ def _factors(rows: Array) -> list[Array]:
 def _run(model: mathopt.Model, nodes: int, precision: float) -> mathopt.SolveResult:
     """HiGHS; where it claims infeasibility, SCIP (HiGHS has been seen to claim it of a chain that one assignment fits)."""
     params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=nodes)
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+    with aside():
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
     return result
