@@ -52,9 +52,7 @@ UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
 _EARLY, _DIVE, _ALONE = 0.1, 0.35, 0.5
-_ALIKE = 0.75
-_PROVEN = 0.9
-_REST = 0.2
+_ALIKE, _PROVEN, _REST = 0.75, 0.9, 0.2
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
 without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
 least: what is left is for sharper bounds of what was solved."""
@@ -206,10 +204,11 @@ class Sweep:
         nodes = [replace(node, later=later) for node, (_, later) in zip(started, listed, strict=True)]
         first = [node for node in nodes if node.candidate.layout and is_topological(node.candidate.layout, cluster)]
         self._left += self._sweep(first, _INF)
-        for node in nodes:
-            binds = self.limited or self._one_device(node.candidate.microbatches).binds
-            if node not in first and (not binds or self._spent() < _SHAPES):
+        for node in (one for one in nodes if one not in first):
+            if not (self.limited or self._one_device(node.candidate.microbatches).binds) or self._spent() < _SHAPES:
                 self._left += self._sweep([node], _INF)
+            else:
+                self.bounds.counts.considered -= 1
 
     def begin(self) -> None:
         """Of the candidates of data and tensor ranks solve those without stages and the first dive, for good plans early."""
@@ -526,12 +525,12 @@ class Sweep:
         with suppress(DoesNotFitError):
             found = self.bounds.evaluator.run(node.candidate, degrees, node.zero, placement)
             if found.seconds < self._incumbent * (1 - TIE):
-                self.open = [one for one in self.open if str(one) != str(found)]
+                self.bounds.counts.infeasible -= all(str(one) != str(found) for one in self.solved)
                 self._rank(found)
 
     def _rank(self, found: Evaluation) -> None:
         for ranking in (self.solved, self.open):
-            ranking.append(found)
+            ranking[:] = (one for one in (*ranking, found) if one is found or str(one) != str(found))
             ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
 
     def _solve_free(self, node: Branch) -> list[Branch]:
@@ -539,12 +538,13 @@ class Sweep:
         candidate = node.candidate
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
-        told: list[SeenCandidate] = [] if self._told else self.seen  # their meshes were told before, with blocks alike
+        told: list[SeenCandidate] = [] if self._told else self.seen  # their meshes were told before, with blocks alike,
+        self.bounds.counts.considered -= self._told  # and counted
         one = self._one_device(candidate.microbatches)
         if one.crowded:
             told.append(replace(seen, outcome="does not fit"))
             self._crowded.append((one.least_bytes, candidate))
-            self.bounds.counts.infeasible += 1
+            self.bounds.counts.infeasible += not self._told
             return self.bounds.later(node, node.fewer)
         try:
             floor = node.bound if one.binds else None
@@ -552,11 +552,11 @@ class Sweep:
         except OutOfMemoryError as error:
             told.append(replace(seen, outcome="does not fit"))
             self._refused_free.append(error)
-            self.bounds.counts.infeasible += 1
+            self.bounds.counts.infeasible += not self._told
             return self.bounds.later(node, node.fewer)
         except (PinError, PlanError) as error:
             told.append(replace(seen, outcome=str(error)))
-            self.bounds.counts.infeasible += 1
+            self.bounds.counts.infeasible += not self._told
             if candidate.microbatches > 1 and self.task.pins.microbatches is None:
                 return self.bounds.later(node, node.fewer)
             self._refused_free.append(error)
