@@ -325,3 +325,23 @@ def test_an_mlp_in_pieces_is_never_faster_than_at_once(rows: int) -> None:
         whole, pieces = (mw.plan(model, cluster, batch, precision="bf16", pins={"mlp_rows": n}).predicted.step_seconds
                          for n in (0, rows))
         assert pieces > whole
+
+
+def test_few_logits_are_made_at_once() -> None:
+    """Where a piece would cost more than its rows do on one device alone, and a bound for both would be none."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=30000,
+                                             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+                                             use_cache=False))
+    ids = torch.zeros(6, 128, dtype=torch.int64, device="meta")
+
+    def planned(**pins: int) -> Any:
+        return mw.plan(model, Cluster.parse("h100:6x4").with_memory(12076636), ((), {"input_ids": ids, "labels": ids}),
+                       loss_fn=mw.loss_alone, precision="tf32", optimizer="sgd", pins={"pp": 1, **pins})
+
+    found, whole, pieces = planned(), planned(loss_rows=0), planned(loss_rows=2048)
+    step = found.predicted.step_seconds
+    assert step <= whole.predicted.step_seconds * (1 + 1e-9) < 0.95 * pieces.predicted.step_seconds
+    assert 0.9 * step < found.certificate.bound_seconds <= step

@@ -85,6 +85,8 @@ def test_what_only_a_pipeline_cuts_is_searched_with_stages_too() -> None:
         assert proof.bound_seconds <= step * (1 + 1e-9)
         assert plan.predicted.step_seconds <= step * (1 + 1e-9)
         assert proof.considered == proof.pruned + proof.infeasible + proof.solved
+    for pins in ({"tp": 1, "dp": [2, 4]}, {"dp": 4, "tp": "<=1", "schedule": ["none", "1f1b"]}):  # which leave stages alone
+        assert mw.plan(model, "h100:1x8", example, precision="bf16", pins=pins).pipeline is not None
 
 
 @pytest.mark.parametrize(("name", "pins"), [("gpt2", {"zero": 3, "microbatches": 2}), ("t5", {"schedule": "zbv"})])
