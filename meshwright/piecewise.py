@@ -45,6 +45,8 @@ _FEW = 0.02
 _MUCH, _LEAST = 0.05, 512
 """A piece of the loss that takes more than this part of a device's memory is made smaller, to so many rows at least, where
 memory is short (chosen): every piece adds the weight's gradient to that of those before."""
+_DEAR = 0.1
+"""Where making the logits again is so much of a step, all of them at once are looked at whatever else is open (chosen)."""
 _LOGIT = 4 + 4 + 2
 """Bytes of a logit: in fp32 with its gradient, and as it is made."""
 AGAIN = 0.4 * SECONDS
@@ -175,7 +177,7 @@ def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan
         best = made(partial(_alike, pieces))
     found = _sparing(best, pieces, part, gap)
     proof, before = proof_of(found), proof_of(pieces)
-    if proof.gap <= WIDEST or before.gap > max(WIDEST, part):
+    if proof.gap <= WIDEST or (before.gap > WIDEST and part < _DEAR):
         return found
     try:
         return made(partial(best_plan, limit=AGAIN, to_beat=_seconds(found)))
