@@ -151,7 +151,7 @@ def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, last: Sea
 
 def _or_faster(plan: Plan, graph: Graph, made: Made, rows: int) -> Plan:
     """A plan, or a faster one with the loss in pieces of so many rows."""
-    with suppress(NoBetterError, OutOfMemoryError, PinError):
+    with suppress(NoBetterError, PlanError, PinError):
         return made(in_pieces(graph, rows), partial(best_plan, limit=AGAIN, to_beat=_seconds(plan)))
     return plan
 
