@@ -158,9 +158,7 @@ def _or_faster(plan: Plan, graph: Graph, made: Made, rows: int) -> Plan:
 
 def _fewer(graph: Graph, cluster: Cluster) -> int:
     """Rows of the largest piece that does not take much of a device's memory."""
-    names = losses(graph)
-    widest = max(graph.values[op.inputs[0]].shape[-1] for op in graph.ops if op.name in names)
-    rows = ROWS
+    rows, widest = ROWS, max(shape[-1] for shape in _logits(graph))
     while rows > _LEAST and rows * widest * _LOGIT > _MUCH * cluster.capacity_bytes:
         rows //= 2
     return rows
@@ -233,8 +231,7 @@ def _again_of(plan: Plan, graph: Graph, device: Device) -> float:
 
 def _rows_of_all(graph: Graph) -> float:
     """Rows of the logits of the largest loss, in the whole batch."""
-    names = losses(graph)
-    return float(max(math.prod(graph.values[op.inputs[0]].shape[:-1]) for op in graph.ops if op.name in names))
+    return float(max(math.prod(shape[:-1]) for shape in _logits(graph)))
 
 
 def _sparing(plan: Plan, pieces: Plan, part: float, gap: float) -> Plan:
@@ -258,9 +255,13 @@ def _short(plan: Plan, pins: Pins) -> bool:
 
 def _of_a_sample(graph: Graph) -> float:
     """Bytes of the logits of one sample, of all losses together."""
+    return sum(map(math.prod, _logits(graph))) * _LOGIT / batch_size(graph)
+
+
+def _logits(graph: Graph) -> list[tuple[int, ...]]:
+    """The shapes of what the losses read that could be in pieces."""
     names = losses(graph)
-    logits = sum(graph.values[op.inputs[0]].numel for op in graph.ops if op.name in names)
-    return logits * _LOGIT / batch_size(graph)
+    return [graph.values[op.inputs[0]].shape for op in graph.ops if op.name in names]
 
 
 def _logits_bytes(plan: Plan) -> float:
