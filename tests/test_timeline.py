@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from meshwright.compiler.pipeline.skeleton import Skeleton
 from meshwright.cost.timeline import (
     Times,
     chrome_trace,
@@ -500,6 +501,48 @@ def test_bounds_from_the_table_hold_as_well(setting: tuple[str, int, int, int], 
     found = contextvars.copy_context().run(scenario)
     assert (found <= makespans(schedule_table(*setting), given_times) * (1 + 1e-9)).all()
     assert (found >= lower_bounds(*setting, given_times) * (1 - 1e-9)).all()
+
+
+def in_few_sums(table: Table, given_times: Times) -> float:
+    """Seconds of the last place of a table's skeleton, each no sooner than its steps say."""
+    skeleton = Skeleton.of(table)
+    seconds = np.stack([given_times.forward, given_times.backward_input, given_times.backward_weight])
+    crossing = np.stack([given_times.value, given_times.gradient])
+    at, before = np.zeros(skeleton.places), np.full(skeleton.places, -1.0)
+    while (at > before).any():
+        before = at.copy()
+        for step in skeleton.steps:
+            ran = step.counts @ seconds[step.columns, step.stages, 0] + step.sent @ crossing[step.ways, step.boundaries, 0]
+            at[step.place] = max(at[step.place], at[step.after] + ran)
+    return float(at[list(skeleton.last)].max())
+
+
+@given(settings_of(), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_a_table_in_few_sums_takes_no_longer(setting: tuple[str, int, int, int], seed: int, transfer: float) -> None:
+    """Than it does, and no less than its ranks work; all of it where nothing repeats itself, and where all stages are alike."""
+    table = schedule_table(*setting)
+    numbers = np.random.default_rng(seed).random((5, table.stages, 1))
+    each = Times(*numbers[:3], *(transfer * numbers[3:, 1:]))
+    alike = Times(*(np.ones((table.stages, 1)) for _ in range(3)), *(np.zeros((table.stages - 1, 1)) for _ in range(2)))
+    found, run = in_few_sums(table, each), simulate(table, *(one[:, 0] for one in numbers[:3]), (each.value, each.gradient))
+    assert run.busy.max() * (1 - 1e-12) <= found <= run.makespan * (1 + 1e-12)
+    if table.microbatches < 3:
+        assert found == pytest.approx(run.makespan)
+    assert in_few_sums(table, alike) == pytest.approx(makespans(table, alike)[0])
+
+
+@pytest.mark.parametrize(("setting", "steps", "transfer"), [
+    (("1f1b", 8, 1, 256), 120, 0.0), (("zb", 4, 2, 64), 400, 0.0), (("interleaved1f1b", 8, 5, 8), 620, 0.3),
+    (("interleaved1f1b", 4, 3, 48), 500, 0.0),
+])
+def test_what_repeats_itself_is_told_once(setting: tuple[str, int, int, int], steps: int, transfer: float) -> None:
+    """Of uneven stages few sums say nearly all; where transfers make ranks wait in every round they say less."""
+    table = schedule_table(*setting)
+    assert len(Skeleton.of(table).steps) <= steps
+    numbers = 0.8 + 0.4 * np.random.default_rng(1).random((5, table.stages, 1))
+    each = Times(*numbers[:3], *(transfer * numbers[3:, 1:]))
+    assert 0.98 <= in_few_sums(table, each) / makespans(table, each)[0] <= 1 + 1e-12
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -32,7 +32,8 @@ from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once, transient_of
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
-from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound
+from meshwright.compiler.pipeline.timed_bound import Sharp, TimedBound
+from meshwright.compiler.pipeline.timed_program import KnownPaths
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate, MicrobatchSeconds
@@ -307,7 +308,7 @@ class Evaluator:
             units, outside = self._divisible(candidate, degrees, zero, placement)
             most = capacity + self._twice(candidate, degrees, zero, placement)
             room, passed = np.maximum(most - self._boundary_bytes(candidate, placement), 1.0), min(placement.sent[:-1])
-            paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
+            paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths(table))
             bound = TimedBound(units, table, outside, room, known / slack, asked, paths, passed)
         seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
         if sharp is Sharp.RANKS and not 0.0 < asked <= seconds:
@@ -403,6 +404,7 @@ class Evaluator:
                 overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
+            self.work["number of divided programs"] += cuts.numbers
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
             return cuts
         except stages.StageError as error:

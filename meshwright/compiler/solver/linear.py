@@ -114,17 +114,22 @@ class LinearProgram:
         optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
         return float(result.dual_bound()) if optimal else -math.inf
 
-    def solution(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
-        """What ``minimum`` gives, and values of all variables at which it is so. The objective is the same in every call, and
-        there are no new variables. Raises NoSolutionError, UnsolvedError."""
+    def solution(self, objective: Mapping[int, float], again: bool = True) -> tuple[float, np.ndarray]:
+        """What ``minimum`` gives, and values of all variables at which it is so. ``again``: this is asked with more rows and no
+        new variables, and goes on from where it was; else it is solved by itself, in half the time. Raises NoSolutionError,
+        UnsolvedError."""
+        if not again:
+            return self._alone(objective)
         if self._growing is None:
             self._growing = _Growing(objective, self.count)
         done = self._growing.count
         for row in zip(self.parts[done:], self.lower[done:], self.upper[done:], strict=True):
             self._growing.add(*row)
         found = self._growing.solved()
-        if found is not None:
-            return found
+        return self._alone(objective) if found is None else found
+
+    def _alone(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
+        """A minimum with its values, whatever was solved before. Raises NoSolutionError, UnsolvedError."""
         result = self._solved(objective, values=True)
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
             raise UnsolvedError
