@@ -152,6 +152,7 @@ def test_the_search_proposes_two_axes(pool: Callable[[int], Any]) -> None:
         (16, 1, 32, 4096, {}, [1, 8]), (16, 2, 32, 4096, {}, [1, 4]),
         (16, 1, 12, 4096, {}, [1, 4]), (16, 1, 9, 4096, {}, [1]),  # as far as heads allow
         (8, 1, 32, 4096, {}, [1]), (16, 8, 32, 4096, {}, [1]),  # within a node, and where tensor ranks fill it
+        (8, 1, 4, 4096, {}, [1, 4]), (4, 2, 4, 4096, {}, [1, 2]), (8, 1, 12, 4096, {}, [1, 4]),  # of a node, of too few heads
         (16, 1, 32, 4100, {}, [1]),  # pieces of one length only
         (16, 1, 32, 4096, {"cp": 16, "attention": "ring"}, [1]), (16, 1, 32, 4096, {"cp": 16, "ulysses": 2}, [2]),
     ],

@@ -555,6 +555,16 @@ def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 
 
+def test_ranks_of_a_node_that_heads_are_too_few_for_exchange_as_far_as_there_are() -> None:
+    """Eight ranks of a sequence with four heads: a ring of two beside four that exchange, which no bound goes beyond."""
+    graph, cluster = llama((1, 65536), 1, 256, 4), "h100@pcie4:1x8"
+    found, pinned = (searched(graph, cluster, pins) for pins in (Pins(), Pins(cp=8, ulysses=4)))
+    ring = searched(graph, cluster, Pins(cp=8, attention="ring"))
+    assert found.certificate is not None
+    assert found.predicted.step_seconds <= pinned.predicted.step_seconds * 1.005 < ring.predicted.step_seconds
+    assert found.certificate.bound_seconds <= pinned.predicted.step_seconds
+
+
 def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> None:
     """Queries, keys and values made of pieces of a sequence come to their heads by an all-to-all, whose results selective
     recomputation keeps, as those of the products before it: of every further layer, in bytes."""

@@ -201,12 +201,14 @@ def _contexts(pins: Pins, of: int, tokens: int, batch: int, per_node: int) -> li
 
 
 def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchanged: tuple[int, int]) -> list[int]:
-    """Of the ranks that split a sequence, those that exchange it for heads: none, and where they are on several nodes the most
-    that fill one with their tensor ranks."""
-    if pins.ulysses is not None or pins.says("attention") or context * tensor <= cluster.per_node:
+    """Of the ranks that split a sequence, those that exchange it for heads while others do not: none, and where they are on
+    several nodes the most that fill one with their tensor ranks, on one node as many as there are heads for, if not for all."""
+    if pins.ulysses is not None or pins.says("attention"):
         return [pins.near(context)]
-    heads, tokens = exchanged
-    common = math.gcd(cluster.per_node, heads)
+    (heads, tokens), ranks = exchanged, context * tensor
+    if ranks <= cluster.per_node and heads % ranks == 0:
+        return [1]
+    common = math.gcd(ranks if ranks <= cluster.per_node else cluster.per_node, heads)
     near = [n for n in divisors(context) if 1 < n < context and common % (n * tensor) == 0]
     return [1, *near[-1:]] if tokens % context == 0 else [1]
 

@@ -53,17 +53,23 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     staged = cluster.world > 1 and pins.pp != 1 and (sweep.solved or sweep.pruned)
     if staged and len(sweep.task.recompute) > 1:
         yield "stages recompute no more than memory asks for"
+    if staged and pins.stage_cuts is None:
+        yield "stages start where a block does, or what is before and behind them"
     if not pins.says("shard") and cluster.world > 2 and (sweep.solved or sweep.pruned):
         yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"
     if sweep.task.experts > 1 and pins.ep != 1 and (sweep.solved or sweep.pruned):
-        yield "where data ranks share out experts, these read and leave tokens as they would if each rank had them all"
+        yield ("where data ranks share out experts, these read and leave tokens as they would if each rank had them all; a "
+               "token goes once to each rank that has some of its experts, or once to those of them on a node")
+    if cluster.world > 1 and pins.tp != 1 and (sweep.solved or sweep.pruned):
+        yield "tensor ranks split every operator with weights that they can split"
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
     if cluster.world > 1 and not pins.says("cp") and attended(sweep.task.graph, sweep.task.rules):
         yield (f"a rank's piece of a sequence has {PIECE} tokens or more, {SHORT} where a node has more ranks than there are "
                "pieces, and their number is a power of two unless they are a node's that have no sample each")
-        if cluster.nodes > 1 and not pins.says("attention") and pins.ulysses is None:
-            yield "ranks of a sequence that exchange it for heads, beside others that do not, are those of a node"
+        if not pins.says("attention") and pins.ulysses is None:
+            yield ("ranks of a sequence that exchange it for heads, beside others that do not, are as many as fill a node, or "
+                   "on one node as there are heads for where that is not all")
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
         yield "a mesh whose axes may split anything has at most two, a node's devices together where there are several nodes"
     if sweep.firm < bound * (1 - 1e-12):
