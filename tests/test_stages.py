@@ -55,7 +55,7 @@ def timed_bound(
 ) -> float:
     """Asked for at once, or for less before, whichever says more."""
     each = [TimedBound(units, table, outside, room, known, cutoff, paths) for _ in range(2)]
-    before = each[1].sharpen(Sharp.RANKS) if sharp is Sharp.STAGES else 0.0
+    before = max(each[1].sharpen(less) for less in (Sharp.DIVIDED, Sharp.RANKS)) if sharp is Sharp.STAGES else 0.0
     found = [one.sharpen(sharp) for one in each]
     assert before <= found[1]
     return max(found)

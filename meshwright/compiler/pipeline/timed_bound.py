@@ -51,15 +51,16 @@ _STILL, _MORE = 10, 0.0005
 
 class Sharp(IntEnum):
     """How sharp a timed bound is to be: left as it is where it cannot come to the cutoff, and where it takes long to; as sharp
-    as divided units make it, and whole numbers of them on ranks; with whole numbers in stages, whose cuts lie in one place."""
+    as divided units make it; with whole numbers of them on ranks; in stages too, whose cuts lie in one place."""
 
     QUICK = 0
-    RANKS = 1
-    STAGES = 2
+    DIVIDED = 1
+    RANKS = 2
+    STAGES = 3
 
 
 class TimedBound:
-    """A bound on the step of any cut. What was asked for whole ranks can be asked for whole stages later.
+    """A bound on the step of any cut. What was asked for divided units can be asked for whole ones later.
 
     ``known``: seconds that are known already; ``room``: bytes of every rank [pp]; ``paths``: those remembered of this table;
     ``passed``: bytes of what a stage passes on, at least, there as long as it holds the micro-batch.
@@ -85,15 +86,18 @@ class TimedBound:
     def sharpen(self, sharp: Sharp) -> float:
         """The seconds, as sharp as that. Of small programs more is said at once, where crossings differ by enough to come to
         the cutoff."""
-        assert self._asked is None or (self._asked is Sharp.RANKS and sharp is Sharp.STAGES)
-        program, largest = self._program, _LARGEST if sharp else _SMALL
-        if self._asked is None:
+        asked, program = self._asked, self._program
+        if asked is not None and sharp <= asked:
+            return self.seconds
+        assert asked is not Sharp.QUICK
+        self._asked = sharp
+        if asked is None:
             self._divide(sharp)
             program.let_go()
-            if program.alike and (sharp or self._near) and len(program.parts) <= largest and self.seconds < self.cutoff:
-                program.make_ranks_whole()
-                self._turn(_CASES[0], _NUMBERS)
-        self._asked = sharp
+        whole = program.alike and (asked is None or asked < Sharp.RANKS) and (sharp >= Sharp.RANKS or self._near)
+        if whole and len(program.parts) <= (_LARGEST if sharp >= Sharp.RANKS else _SMALL) and self.seconds < self.cutoff:
+            program.make_ranks_whole()
+            self._turn(_CASES[0], _NUMBERS)
         if self.seconds >= self.cutoff or not (sharp is Sharp.STAGES or self._near):
             return self.seconds
         largest = _LARGEST if sharp is Sharp.STAGES else _SMALL

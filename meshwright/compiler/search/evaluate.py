@@ -298,8 +298,8 @@ class Evaluator:
         capacity: float | None = None, sharp: Sharp = Sharp.STAGES,
     ) -> float:
         """Seconds that no cut can beat within ``capacity`` bytes, if not the device's, no less than ``known``, by the
-        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed. Asked for whole stages after whole
-        ranks, and to beat no more, it goes on where it was."""
+        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed. Asked for whole units after divided
+        ones, and to beat no more, it goes on where it was."""
         slack, table, capacity = placement.slack, self.table(candidate), self.capacity if capacity is None else capacity
         key, asked = (candidate, degrees, zero, capacity), cutoff / slack
         bound = self._timed.pop(key, None)
@@ -311,7 +311,7 @@ class Evaluator:
             paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths(table))
             bound = TimedBound(units, table, outside, room, known / slack, asked, paths, passed)
         seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
-        if sharp is Sharp.RANKS and not 0.0 < asked <= seconds:
+        if Sharp.QUICK < sharp < Sharp.STAGES and not 0.0 < asked <= seconds:
             self._timed[key] = bound
         self.work["action of divided units"] += (bound.work[0] - runs) * candidate.microbatches * candidate.stages
         self.work["number of divided programs"] += bound.work[1] - numbers
