@@ -7,17 +7,21 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from meshwright import Pins
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import apart
-from meshwright.ir.graph import Op, Ref, Value
+from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.writing.paths import fold_paths, unfold_paths
-from meshwright.planner import make_plan
+from meshwright.planner import capture_model, make_plan
+from meshwright.views.bounds import _spent
 from meshwright.views.facts import facts_of, sections
+from meshwright.views.prices import Prices
 from meshwright.views.report import WIDTH, page, render, show
 from meshwright.views.words import axis_roles, not_told_apart
 from tests.handmade import handmade_plan
@@ -78,6 +82,27 @@ def test_equal_blocks_are_one_table(plan: Plan) -> None:
     # and differ again when one of them is placed otherwise
     other = replace(same, assignments={**same.assignments, "relu1": {}})
     assert [section.title for section in sections(facts_of(other))][:2] == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(("pins", "cluster"), [
+    (Pins(tp=4), "h100:1x4"), (Pins(axes={"x": 2}), "h100:1x2"), (Pins(axes={"x": 2, "y": 3}), "h100:2x3"),
+])
+def test_collectives_that_are_listed_take_what_the_step_communicates(pins: Pins, cluster: str) -> None:
+    """Of a tied weight whatever its first reader does, and of equal blocks each what comes before it."""
+    where = Cluster.parse(cluster)
+    plan = make_plan(tied(where.world * 2), where, pins)
+    facts = facts_of(plan)
+    assert plan.predicted is not None
+    _, moved = _spent(facts, Prices(facts))
+    assert sum(moved.values()) == pytest.approx(plan.predicted.communication_seconds, rel=0.02)
+
+
+def tied(batch: int) -> Graph:
+    """A GPT-2 whose head is its embedding, without values."""
+    ids = torch.empty((batch, 32), dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=192, n_head=4, vocab_size=301, n_positions=64, use_cache=False))
+    return capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
 
 
 def test_groups_candidates_and_notes_are_listed(plan: Plan) -> None:

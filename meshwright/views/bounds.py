@@ -73,11 +73,13 @@ def _spent(facts: Facts, prices: Prices) -> tuple[list[tuple[float, str]], dict[
         work, times = prices.op(one.op), len(one.copies)
         compute.append((work.compute_seconds * times, _where(one)))
         pairs = [(str(move), move.seconds) for move in work.inside]
-        pairs += [(str(move), move.seconds) for edge in prices.edges(one.op) for move in edge.moves]
         pairs += [("weights gathered, beside compute", work.gather_seconds), ("gradients reduced, beside compute",
                                                                               work.reduce_seconds)]
         for words, seconds in pairs:
             moved[words] = moved.get(words, 0.0) + seconds * times
+    for op in facts.plan.graph.ops:  # of equal blocks the first alone reads what comes before all of them
+        for move in (move for edge in prices.edges(op) for move in edge.moves):
+            moved[str(move)] = moved.get(str(move), 0.0) + move.seconds
     return compute, moved
 
 

@@ -32,14 +32,14 @@ from meshwright.compiler.placement.costs import (
 from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
 from meshwright.compiler.structure.activations import local_shapes as pieces
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.positions import positions_of
+from meshwright.compiler.structure.positions import positions_of, several_readers
 from meshwright.cost import compute
 from meshwright.cost.compute import Fused, fusion
 from meshwright.cost.memory.saved import not_repeated, saved_for_backward
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import STAGE, TENSOR, Mesh, role_of
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import Placed
@@ -314,6 +314,17 @@ class Prices:
                     found.setdefault(name, op.name)
         return found
 
+    @cached_property
+    def _tied(self) -> frozenset[str]:
+        return several_readers(self.graph)
+
+    def _read_apart(self, rest: Sharding) -> Sharding:
+        """A tied weight as its gradient is summed, whatever its first reader does: over every axis that does not split it at
+        rest, but over those for tensors, where its readers pay, and stages."""
+        others = {TENSOR, STAGE}
+        apart = (axis for axis in self.plan.mesh.axes if axis not in rest.split_axes and role_of(axis) not in others)
+        return Sharding(rest.dims, frozenset(), frozenset(apart))
+
     def _parameters(self, op: Op, placed: Placed, group: GroupChoice) -> tuple[float, float, float, float]:
         """Seconds of a step: (gather, reduce, optimizer, adding up gradients)."""
         variant = Variant(group.zero, group.data_axes, group.shard_axes, group.recompute)
@@ -321,6 +332,8 @@ class Prices:
         for name, need in dict(zip(op.inputs, placed.operands, strict=True)).items():
             if self._bearers.get(name) != op.name:
                 continue
+            if name in self._tied:
+                need = self._read_apart(self.facts.stored[name].tensor)
             trainable = self._params[name].trainable
             elements, late = self._elements.get(group.path, 1.0), self._late.get(group.path, 0.0)
             vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements, late=late)
