@@ -253,7 +253,8 @@ def its_alternatives(case: Case, plan: Plan, dice: random.Random) -> Iterator[st
     several = (op for op in dice.sample(plan.graph.ops, len(plan.graph.ops)) if len(known.of(op) or ()) > 1)
     for op in itertools.islice(several, FEW):
         kind, *_ = known.places[op.name]
-        alike = [name for name, place in known.places.items() if place[0] == kind and place[2] == known.places[op.name][2]]
+        alike = [name for name, place in known.places.items() if place[0] == kind and place[2] == known.places[op.name][2]
+                 and plan.assignments.get(name) == plan.assignments.get(op.name)]
         found = known.of(op) or []
         base = next((one for one in found if one.chosen), None)
         for one in [] if base is None else found[:SHOWN]:

@@ -162,7 +162,7 @@ def test_how_a_block_is_kept_may_be_pinned_by_its_name_as_a_weight_may() -> None
 
 
 def test_operators_of_equal_blocks_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A choice is held for every block of a kind, wherever these stand: the price is one, but for what each has as planned."""
+    """A choice is held for every block of a kind that is planned alike, wherever these stand, so that these have one price."""
     made, price = list[tuple[int, int]](), Alternatives._alternatives
     monkeypatch.setattr(Alternatives, "_alternatives", lambda self, *at: made.append(at[:2]) or price(self, *at))
     plan = make_plan(graph("deep"), Cluster.parse("cpu:1x4"), Pins(axes={"x": 4}, microbatches=1))
@@ -179,6 +179,25 @@ def test_operators_of_equal_blocks_are_priced_once(monkeypatch: pytest.MonkeyPat
         assert len(made) == len({(kinds[op.name], str(one.assignments[op.name])) for op in others})
         for name, choices in found.items():
             assert [choice.assignment for choice in choices if choice.chosen] == [one.assignments[name]]
+
+
+def test_of_equal_blocks_that_are_planned_otherwise_each_has_its_own_alternatives() -> None:
+    """One of several equal layers splits a weight over the ranks that hold other data in the others: in these its choice cannot
+    run, and theirs can be compared with it in the one."""
+    split, whole = "ZeRO 0, recompute none", "ZeRO 2, recompute none, gradients summed over x, state split over x"
+    pins = {"axes": {"x": 4}, "tensors": {"model.layers.2.mlp.up_proj.weight": "[_@x, _]"},
+            "blocks": {"model.layers.0..1": whole, "model.layers.2": split, "model.layers.3..4": whole}}
+    plan = make_plan(graph("deep"), Cluster.parse("a10g:1x4"), Pins.of(pins))
+    known, names = Alternatives(facts_of(plan)), names_of(plan.graph).ops
+    products = [op for op in plan.graph.ops if names[op.name].endswith("mlp.up_proj:linear")]
+    for op in products:
+        found = known.of(op)
+        assert len(found) > 1
+        assert [one.assignment for one in found if one.chosen] == [plan.assignments[op.name]]
+    assert known.places[products[1].name] == known.places[products[2].name]
+    assert plan.assignments[products[2].name] not in [one.assignment for one in known.of(products[1])]
+    assert plan.assignments[products[1].name] in [one.assignment for one in known.of(products[2])]
+    assert "model.layers.2.mlp.up_proj:linear" in explain(plan, "model.layers.2.mlp.up_proj")
 
 
 def test_prices_lie_further_apart_where_effort_ends() -> None:

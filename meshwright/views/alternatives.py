@@ -4,8 +4,10 @@ The placement problem of the plan's own layout is built again (``compiler.placem
 ways to keep parameters, so only choices stand in it that this plan could have had. For one operator every choice is priced by
 variable elimination: the best of all other operators, and of all other blocks, given that choice::
 
-    price(a) = min { seconds of all positions : the operator, in every equal block, takes choice a }
+    price(a) = min { seconds of all positions : the operator, in every equal block that has its planned choice, takes a }
 
+Blocks that are equal but planned otherwise (a pin may be of one of them) are as free as any other part, so that the plan itself
+is among the ways that are compared.
 What several positions share (a tied weight, a table of positions) takes part, unless that makes tables too large: then it lies
 as planned. A block's seconds are the largest of several sums of its resources, so no weighted mean of these sums exceeds them:
 one mean is held fixed while choosing, which bounds the price from below, and what was chosen is then counted exactly. The means
@@ -61,8 +63,8 @@ _REMEMBERED = 1 << 12
 _SAME = 1e-6
 """Of a price, by which its two ends may differ by rounding in single precision."""
 
-Between = Mapping[tuple[int, int], tuple[Array, Eliminated]]
-"""{(kind, variant): the least of a block between its ends, and what finds its choices}."""
+Between = Mapping[tuple[int, int, bool], tuple[Array, Eliminated]]
+"""{(kind, variant, whether the choice is held in it): the least of a block between its ends, and what finds its choices}."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,16 @@ class _Alternative:
         """The larger of two bounds with the quicker of two paths."""
         quicker = min(self, other, key=seconds)
         return _Alternative(max(self.value, other.value), self.free, quicker.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The variable whose choices are compared: number ``var`` of a ``kind`` of position. ``sequence``: (kind, variant, whether
+    the choice is held in it) of every position of the chain."""
+
+    kind: int
+    var: int
+    sequence: tuple[tuple[int, int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +167,37 @@ class Alternatives:
         kind, model, var = place
         if len(model.op_choices[var]) < 2:
             return []
-        planned = dict(self.facts.plan.assignments.get(op.name, {}))
-        chosen = next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
+        chosen = self._chosen(op, model, var)
         if (kind, var, chosen) not in self._found:  # equal blocks that do not follow each other are of one kind
-            self._found[kind, var, chosen] = self._choices(kind, var, model, chosen)
+            self._found[kind, var, chosen] = self._choices(self._asked(kind, var, model, chosen), model, chosen)
         return self._found[kind, var, chosen]
 
-    def _choices(self, kind: int, var: int, model: Model, chosen: int | None) -> list[Alternative] | None:
-        """``of`` a variable of a kind whose planned choice is ``chosen``."""
-        free = self._tried(kind, var)
+    def _chosen(self, op: Op, model: Model, var: int) -> int | None:
+        """The number of an operator's planned choice; None where the problem leaves it out."""
+        planned = dict(self.facts.plan.assignments.get(op.name, {}))
+        return next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
+
+    def _asked(self, kind: int, var: int, model: Model, chosen: int | None) -> _Asked:
+        """A variable of a kind, its choice held wherever it is planned as ``chosen``."""
+        graph, positions = self.facts.plan.graph, self.folded.positions
+        return _Asked(kind, var, tuple(
+            (at, variant, at == kind and self._chosen(position.ops(graph)[var], model, var) == chosen)
+            for (at, variant), position in zip(self._sequence, positions, strict=True)
+        ))
+
+    def _choices(self, asked: _Asked, model: Model, chosen: int | None) -> list[Alternative] | None:
+        """``of`` a variable whose planned choice is ``chosen``."""
+        free = self._tried(asked)
         if free is None:
             return None
-        priced = self._alternatives(kind, var, free)
+        priced = self._alternatives(asked, free)
         base = priced[chosen] if chosen is not None else min(priced, key=lambda one: one.value)
         found = []
-        for number, (choice, one) in enumerate(zip(model.op_choices[var], priced, strict=True)):
+        for number, (choice, one) in enumerate(zip(model.op_choices[asked.var], priced, strict=True)):
             if math.isfinite(one.value):
                 seconds, bytes_ = self._counted(one)
                 least = self._least(one, seconds)
-                unproven = self._unproven(kind, var, free, least) if least < seconds else ""
+                unproven = self._unproven(asked, free, least) if least < seconds else ""
                 why = "" if one is base else self._why(base, one, seconds)
                 found.append(Alternative(choice, seconds, least, unproven, bytes_, why, number == chosen))
         return sorted(found, key=lambda one: (one.seconds, not one.chosen, sorted(one.assignment.items())))
@@ -307,21 +331,22 @@ class Alternatives:
         choices = math.prod(block.sizes[var] for var in more)
         return table.reshape(*shared, choices, one.states(one.entry), one.states(one.exit)), found
 
-    def _tried(self, kind: int, var: int) -> bool | None:
+    def _tried(self, asked: _Asked) -> bool | None:
         """Whether all states of what positions share are tried for a variable; None where its table is too large anyway."""
         ways = (True, False) if self._free else (False,)
-        return next((free for free in ways if self._plan(kind, 0, free, (var,)).work <= WORK), None)
+        return next((free for free in ways if self._plan(asked.kind, 0, free, (asked.var,)).work <= WORK), None)
 
-    def _plans(self, kind: int, var: int, free: bool) -> list[EliminationPlan]:
-        """How all blocks are eliminated, ``var`` staying in those of a kind."""
-        return [self._plan(at, variant, free, (var,) if at == kind else ()) for at, variant in dict.fromkeys(self._sequence)]
+    def _plans(self, asked: _Asked, free: bool) -> list[EliminationPlan]:
+        """How all blocks are eliminated, the variable staying in those in which its choice is held."""
+        return [self._plan(at, variant, free, (asked.var,) if held else ())
+                for at, variant, held in dict.fromkeys(asked.sequence)]
 
-    def _alternatives(self, kind: int, var: int, free: bool) -> list[_Alternative]:
-        """The best chain for every choice of a variable of a kind, in all its positions."""
-        latest = found = self._priced(kind, var, free)
+    def _alternatives(self, asked: _Asked, free: bool) -> list[_Alternative]:
+        """The best chain for every choice of a variable, in all positions in which it is held."""
+        latest = found = self._priced(asked, free)
         points: list[list[Array]] = [[] for _ in found]
         left = {choice for choice, one in enumerate(found) if math.isfinite(one.value + self._total(one))}
-        round_ = sum(plan.work + _STEP * len(plan.steps) for plan in self._plans(kind, var, free))
+        round_ = sum(plan.work + _STEP * len(plan.steps) for plan in self._plans(asked, free))
         for _ in range(min(_ROUNDS, _MIXED // max(1, round_))):
             apart = {choice: 1 - found[choice].value / self._total(found[choice]) for choice in left}
             left = {choice for choice, part in apart.items() if part > _SAME}
@@ -337,7 +362,7 @@ class Alternatives:
             if self._left < round_:
                 break
             self._left -= round_
-            latest = self._priced(kind, var, free, means @ self.chain.time_rows)
+            latest = self._priced(asked, free, means @ self.chain.time_rows)
             found = [one.better(other, self._total) if choice in left else one
                      for choice, (one, other) in enumerate(zip(found, latest, strict=True))]
         return found
@@ -349,33 +374,34 @@ class Alternatives:
             total[kind] += times * (self.chain.time_rows @ self._cost(kind, variant, choices))
         return total
 
-    def _priced(self, kind: int, var: int, free: bool, rows: Array | None = None) -> list[_Alternative]:
-        """The least chain for every choice of a variable of a kind; ``rows`` [kinds, resources]: under these weights of the
-        kinds' resources instead of those that bind each block by itself."""
+    def _priced(self, asked: _Asked, free: bool, rows: Array | None = None) -> list[_Alternative]:
+        """The least chain for every choice of a variable; ``rows`` [kinds, resources]: under these weights of the kinds'
+        resources instead of those that bind each block by itself."""
         tables = {}
-        for at, variant in dict.fromkeys(self._sequence):
-            more, row = (var,) if at == kind else (), self._row(at, variant) if rows is None else rows[at]
+        for at, variant, held in dict.fromkeys(asked.sequence):
+            more, row = (asked.var,) if held else (), self._row(at, variant) if rows is None else rows[at]
             plain = rows is None and not more
-            tables[at, variant] = self._table(at, variant, free) if plain else self._between(at, variant, free, more, row)
-        shortest = _shortest([tables[at][0] for at in self._sequence], self.chain.kinds[kind].variants[0].sizes[var])
-        runs = [self._run(kind, choice, free, *found) for choice, found in enumerate(shortest)]
+            tables[at, variant, held] = self._table(at, variant, free) if plain else self._between(at, variant, free, more, row)
+        choices = self.chain.kinds[asked.kind].variants[0].sizes[asked.var]
+        shortest = _shortest([tables[at][0] for at in asked.sequence], choices)
+        runs = [self._run(asked, choice, free, *found) for choice, found in enumerate(shortest)]
         known = dict(self._known) if rows is None else {}
-        self._assign({position for run in runs for position in run.positions}, var, tables, known)
+        self._assign({position for run in runs for position in run.positions}, asked.var, tables, known)
         if rows is None:
             self._known.update((at, choices) for at, choices in known.items() if at.choice is None)
         paths = [tuple((at.kind, at.variant, known[at]) for at in run.positions) for run in runs]
         return [_Alternative(run.value, free, path) for run, path in zip(runs, paths, strict=True)]
 
     def _run(
-        self, kind: int, choice: int, free: bool, value: float, states: tuple[int, ...], ends: Sequence[tuple[int, int]]
+        self, asked: _Asked, choice: int, free: bool, value: float, states: tuple[int, ...], ends: Sequence[tuple[int, int]]
     ) -> _Run:
         """The chain with a choice; ``states``: of what positions share, if that is free."""
         if not math.isfinite(value):
             return _Run(math.inf, ())
         fixed, positions = states if free else self._fixed, []
-        for (at, variant), between in zip(self._sequence, ends, strict=True):
+        for (at, variant, held), between in zip(asked.sequence, ends, strict=True):
             shared = tuple(fixed[number] for number, _ in self.chain.kinds[at].shared)
-            positions.append(_Position(at, variant, free, shared, between, choice if at == kind else None))
+            positions.append(_Position(at, variant, free, shared, between, choice if held else None))
         return _Run(value, tuple(positions))
 
     def _assign(
@@ -383,10 +409,10 @@ class Alternatives:
     ) -> None:
         """The choices of positions between their ends, those of one table at once, beside those that are ``known``; ``var``:
         what chooses where one is held."""
-        together: dict[tuple[int, int], list[_Position]] = {}
+        together: dict[tuple[int, int, bool], list[_Position]] = {}
         for at in wanted:
             if at not in known:
-                together.setdefault((at.kind, at.variant), []).append(at)
+                together.setdefault((at.kind, at.variant, at.choice is not None), []).append(at)
         for key, alike in together.items():
             rows = tables[key][1].assignments(np.array([self._kept(at, var) for at in alike], dtype=np.intp))
             for at, row in zip(alike, rows, strict=True):
@@ -444,11 +470,11 @@ class Alternatives:
         least = one.value / self._stages if one.free or all(size == 1 for size in self.chain.shared_sizes) else 0.0
         return seconds if least >= seconds * (1 - _SAME) else least
 
-    def _unproven(self, kind: int, var: int, free: bool, least: float) -> str:
+    def _unproven(self, asked: _Asked, free: bool, least: float) -> str:
         """Why what was found for a choice of a variable may not be the best."""
         if least <= 0:
             return "what several blocks share was tried as it is planned, and no other way"
-        if any(plan.inexact for plan in self._plans(kind, var, free)):
+        if any(plan.inexact for plan in self._plans(asked, free)):
             return "more shardings meet in a block than can be tried"
         return "a block takes as long as the longest of several sums of its parts, and which is longest differs between choices"
 
