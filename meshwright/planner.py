@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph, collector_paused
-from meshwright.ir.pins import ULYSSES, PinError, Pins, nearest
+from meshwright.ir.mesh import ORDER
+from meshwright.ir.pins import ULYSSES, PinError, Pins, is_laid_out, nearest
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.reading.fields import Field
@@ -55,6 +56,8 @@ OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momen
 MOST_STATE = 1 << 20
 """Bytes of optimizer state per parameter that are still some."""
 
+_OF_ANY_MODEL = frozenset({"dp", "tp", "zero", "recompute", "axes"})
+"""Pins whose values devices and batch decide, not the model."""
 GAP = 0.005
 """The relative distance from the lower bound at which a search may stop."""
 
@@ -132,6 +135,7 @@ def _made(
         timing.mark("plan")
     else:
         check_held(pins)
+        check_order(pins)
         by_degrees = pins.by_degrees()
         task = Task.of(graph, cluster, rules, by_degrees, precision=precision, state_bytes=state_bytes, gap=gap)
         fits = Footprints(rules, state_bytes, cluster.device, all_ranks=False).fits
@@ -181,16 +185,27 @@ def check_held(pins: Pins) -> None:
                        "does; pin zero, shard and recompute instead, or everything")
 
 
+def check_order(pins: Pins) -> None:
+    """Raise PinError for axes with roles in another order than a search lays them out: it decides whose ranks share a node."""
+    axes = [axis for axis, size in (pins.axes or {}).items() if size > 1]
+    order = [] if pins.free_axes else sorted(axes, key=lambda axis: ORDER.index(axis.removesuffix("*")))
+    if order and axes != order:
+        raise PinError(f"pin axes={dict(pins.axes or {})}: a search lays out axes as {', '.join(order)}, the outermost first; "
+                       "pin them in this order, or everything")
+
+
 def check_mesh(pins: Pins, plan: Plan) -> None:
     """Raise PinError for axes that the search has otherwise."""
     have = {axis + "*" * (axis in plan.mesh.mirrored): plan.mesh.size(axis) for axis in plan.mesh.axes}
-    more = {axis: size for axis, size in have.items() if size > 1}
-    if pins.axes is not None and more != {axis: size for axis, size in pins.axes.items() if size > 1}:
-        plain = {axis.removesuffix("*"): size for axis, size in pins.axes.items() if size > 1}
-        chunks = ("; cp* is a sequence in two chunks a rank, cp one in one, as with attention='ulysses', which can be pinned "
-                  "beside the axes" if plain == {axis.removesuffix("*"): size for axis, size in more.items()} else "")
-        raise PinError(f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything"
-                       f"{chunks}")
+    more = {axis for axis, size in have.items() if size > 1}
+    if pins.axes is not None and not is_laid_out(pins.axes, plan.mesh):
+        given = {axis for axis, size in pins.axes.items() if size > 1}
+        chunks = given != more and {axis.removesuffix("*") for axis in given} == {axis.removesuffix("*") for axis in more}
+        raise PinError(
+            f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything"
+            + ("; cp* is a sequence in two chunks a rank, cp one in one, as attention='ulysses' has it"
+                               if chunks else "")
+        )
 
 
 def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
@@ -377,8 +392,13 @@ def check_experts(pins: Pins, task: Task) -> None:
 
 
 def check_early(pins: Pins, cluster: Cluster, batch: int) -> None:
-    """What ``check_pins`` checks, before a capture that takes a while. Raises PinError with the nearest pins that these devices
-    and a batch of so many samples (0: not known) can have, whatever the model."""
+    """What ``check_pins`` checks, before a capture that takes a while: of pins that any model can have. Others are refused
+    when the model is known, so that what is named instead can be tried with it. Raises PinError with the nearest pins that
+    these devices and a batch of so many samples (0: not known) can have."""
+    said = {field.name for field in fields(pins) if getattr(pins, field.name) not in (None, {})} | {*pins.among, *pins.most}
+    if not said <= _OF_ANY_MODEL or (not batch and "dp" in said):
+        return
+
     def runs(pins: Pins) -> bool:
         with suppress(PinError):
             check_pins(pins, cluster)
@@ -398,9 +418,9 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
     pins.check_world(cluster.world)
     near = pins.ulysses or 1
     if near > 1 and ((pins.cp or 1) % near or pins.cp == near or pins.attention == ULYSSES):
-        raise PinError(f"pin ulysses={near} needs a pin cp that is a multiple of it, and another attention over the rest, "
-                       f"found cp={pins.cp}, attention={pins.attention!r}; if all cp ranks are to exchange sequence for "
-                       f"heads, pin attention={ULYSSES!r} alone")
+        raise PinError(f"pin ulysses={near} needs a pin cp that is a larger multiple of it, and another attention over the "
+                       f"rest, found cp={pins.cp}, attention={pins.attention!r} (under attention={ULYSSES!r} all cp ranks "
+                       "exchange sequence for heads, without this pin); change one, or drop it")
     if pins.says("attention") and not pins.says("cp"):
-        raise PinError(f"pin {pins.shown('attention')} needs pin cp: it says how attention runs whose sequence is split; "
-                       "pin cp=2 or more beside it, or drop it")
+        raise PinError(f"pin {pins.shown('attention')} needs pin cp beside it: it says how attention runs whose sequence is "
+                       "split, and cp over how many ranks; drop it")

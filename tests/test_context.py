@@ -197,12 +197,12 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     """Too few heads, too short a sequence, none at all, pins without cp."""
     model, batch = make("llama")
     text = _refused(model, batch, {"cp": 8, "attention": "ulysses"}, 8)
-    assert "keys [4, 2, 8, 8], cannot run so over cp=8; take cp=4, or another attention" in text
+    assert "keys [4, 2, 8, 8], cannot run so over cp=8 (of such heads sequence is exchanged over 2, 4 ranks); nearest" in text
     longer = {name: torch.ones(4, 12, dtype=torch.long) for name in batch}
     text = _refused(model, longer, {"cp": 6, "ulysses": 3}, 6)
-    assert "cannot run so over cp=6; take cp=6 without ulysses, or another attention" in text
+    assert "cannot run so over cp=6 (of such heads sequence is exchanged over 2 ranks); nearest legal setting: ulysses" in text
     mw.plan(model, "cpu:1x6", ((), longer), pins={"cp": 6})
-    assert "needs a pin cp that is a multiple of it" in _refused(model, batch, {"cp": 4, "ulysses": 4})
+    assert "needs a pin cp that is a larger multiple of it" in _refused(model, batch, {"cp": 4, "ulysses": 4})
     assert "needs pin cp" in _refused(model, batch, {"attention": "ring"})
     assert "take cp=8, or a sequence of" in _refused(model, batch, {"cp": 16}, 16)
     assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from benchmarks import refusals
 from meshwright import PinError, Pins, Plan, PlanError
 from meshwright.compiler.placement.pin_conflicts import check_agreement
@@ -408,7 +409,7 @@ def test_the_mesh_of_a_plan_with_an_exchange_is_pinned_beside_it() -> None:
     assert str(plan.mesh) == "dp=1 x cp=2 x tp=1"
     pasted = Pins.of(str(plan.mesh))
     assert plan_hash(make_plan(graph("shallow"), where, replace(pasted, attention="ulysses"))) == plan_hash(plan)
-    with pytest.raises(PinError, match="attention='ulysses', which can be pinned beside"):
+    with pytest.raises(PinError, match=r"'cp\*': 2, 'tp': 1}, or attention='ulysses'"):
         make_plan(graph("shallow"), where, pasted)
 
 
@@ -614,7 +615,10 @@ REFUSED: list[tuple[str, int, str, Mapping[str, Any], str]] = [
     ("llama4", 4, "h100:1x8", {"pp": 2, "microbatches": 4}, "needs the whole batch at once.*: microbatches=1"),
     ("llama4", 4, "h100:1x4", {"pp": 2, "schedule": "1f1b"}, "needs the whole batch at once.*: schedule="),
     ("Llama", 16, "h100:1x4", {"dp": 3}, "which does not divide the 4.*: dp=4"),
-    ("Llama", 16, "h100:1x6", {"attention": "ring"}, "needs pin cp.*: no pin attention"),
+    ("Llama", 16, "h100:1x6", {"attention": "ring"}, "needs pin cp.*: cp=2, or no pin attention"),
+    ("GPT2", 16, "h100:1x4", {"axes": {"tp": 2, "dp": 2}}, "lays out axes as dp, tp, the outer.*: axes={'dp': 2, 'tp': 2}"),
+    ("GPT2", 16, "h100:1x8", {"axes": {"tp": 2, "pp": 2, "dp": 2}}, "axes={'pp': 2, 'dp': 2, 'tp': 2}"),
+    ("Llama", 16, "h100:1x4", {"axes": {"dp": 2, "cp": 2}}, r"lays .* out as dp=2 x cp\*=2.*: axes={'dp': 2, 'cp\*': 2}"),
     ("Llama", 16, "h100:1x8", {"cp": 4, "ulysses": 4}, "multiple of it.*: cp=8, or ulysses=2"),
     ("Llama", 16, "h100:1x4", {"cp": 4, "stages": 4}, "there is cp = 1, 2; nearest legal setting: cp=2, or stages=1"),
     ("GPT2", 16, "h100:1x4", {"dp": 4, "ep": 1, "microbatches": 4}, "into dp=4 ranks.*: dp=2, or microbatches=2"),
@@ -634,6 +638,29 @@ def test_what_a_refusal_names_is_planned(model: str, length: int, cluster: str, 
     assert settings
     for changes in settings:
         assert make_plan(graph, where, Pins.of({name: one for name, one in {**pins, **changes}.items() if one is not None}))
+
+
+@pytest.mark.parametrize(("pins", "words"), [
+    ({"attention": "ulysses", "cp": 3}, "cp=4 with attention='all-gather'"), ({"ulysses": 3, "cp": 4}, "ulysses=1"),
+    ({"attention": "ulysses", "axes": {"dp": 2, "cp": 4}}, r"attention='all-gather' with axes={'dp': 2, 'cp\*': 4}"),
+    ({"attention": "ulysses"}, "no pin attention"), ({"attention": "ring"}, "cp=2"),
+    ({"attention": "ulysses", "cp": 4}, "attention='all-gather'"), ({"ulysses": 2, "cp": 4}, "ulysses=1"),
+    ({"attention": "ulysses", "cp": "<=8", "tp": 3}, "tp=4"), ({"tp": 3}, "tp=4"),
+    ({"cp": 3, "ulysses": 3}, "cp=4 with ulysses=1"), ({"attention": "ulysses", "cp": [2, 4]}, "attention='all-gather'"),
+])
+def test_what_a_refusal_names_is_planned_where_heads_leave_little(pins: Mapping[str, Any], words: str) -> None:
+    """Of 12 heads and 3 of keys sequence can be exchanged over 3, 6 or 12 ranks, none of which divides the devices."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=3,
+        vocab_size=96, max_position_embeddings=64, use_cache=False))
+    tokens = torch.zeros((4, 64), dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with pytest.raises((PinError, PlanError), match=f"nearest legal setting: {words}") as caught:
+        mw.plan(model, "h100:2x4", batch, pins=pins)
+    for setting in refusals.named(str(caught.value)):
+        mw.plan(model, "h100:2x4", batch, pins={name: one for name, one in {**pins, **setting}.items() if one is not None})
 
 
 def test_a_pipeline_of_what_needs_the_whole_batch_has_one_micro_batch() -> None:

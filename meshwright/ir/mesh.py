@@ -34,6 +34,8 @@ ROLES: Mapping[str, str] = {
     PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "ep": EXPERT, "cp": SEQUENCE, HEADS: SEQUENCE, "tp": TENSOR,
 }
 """{axis: its role}; an axis with another name may do anything."""
+ORDER = (PP, "dp", "dp_replicate", "dp_shard", "ep", "cp", HEADS, "tp")
+"""The order in which a search lays out axes that have roles, the outermost first: what talks most lies nearest."""
 SAMPLED = frozenset({DATA, EXPERT})
 """Roles of axes that split the batch."""
 SHARED = frozenset({DATA, EXPERT, SEQUENCE})

@@ -7,13 +7,13 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.mesh import ANY, HEADS, PP, SAMPLED, role_of
+from meshwright.ir.mesh import ANY, HEADS, ORDER, PP, SAMPLED, Mesh, role_of
 from meshwright.ir.schedules import schedules, unknown
 from meshwright.ir.writing.lines import pins_of_lines
 from meshwright.ir.writing.names import ROOT as ROOT
@@ -69,7 +69,8 @@ class Pins:
     {pattern of a parameter name: sharding in the notation}, as a table prints it ("f32[14336@tp, 4096]") or without what does
     not matter ("[_@tp, _]").
 
-    What ``Plan.to_pins`` writes (``ir.writing``): ``axes``: {axis: size} of the mesh, instead of the degrees; ``operators``:
+    What ``Plan.to_pins`` writes (``ir.writing``): ``axes``: {axis: size} of the mesh, the outermost first, instead of the
+    degrees (those with roles lie as ``mesh.ORDER`` says, unless everything is pinned); ``operators``:
     {name or pattern: choice}; ``values``: {name: the sharding that its readers share}; ``blocks``: {path: how its parameters
     are kept}. In a dict a name with ":" or "." may stand beside the other keys; text is read as lines of a printed plan.
 
@@ -135,8 +136,8 @@ class Pins:
         if self.axes is not None:
             _check_axes(self)
         if self.says("attention") and self.cp == 1:
-            raise PinError(f"pin {self.shown('attention')} needs cp > 1: it says how attention runs whose sequence is split; "
-                           "pin cp=2 or more, or drop it")
+            raise PinError(f"pin {self.shown('attention')} needs cp > 1, found cp=1: it says how attention runs whose sequence "
+                           "is split; drop it, or pin another cp")
         if self.sequence_parallel and self.tp == 1:
             raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks; pin "
                            "tp=2 or more, or drop it")
@@ -415,6 +416,16 @@ def _check_axes(pins: Pins) -> None:
         raise PinError("pin axes has no pp, and schedule, stage_cuts or virtual_stages ask for stages; add it or drop these")
 
 
+def is_laid_out(axes: Mapping[str, int], mesh: Mesh) -> bool:
+    """Whether a mesh has the pinned axes in their order, those of one rank aside.
+
+    >>> is_laid_out({"dp": 4, "tp": 2}, Mesh.of(dp=4, cp=1, tp=2)), is_laid_out({"tp": 2, "dp": 4}, Mesh.of(dp=4, tp=2))
+    (True, False)
+    """
+    have = [(axis + "*" * (axis in mesh.mirrored), mesh.size(axis)) for axis in mesh.axes if mesh.size(axis) > 1]
+    return have == [(axis, size) for axis, size in axes.items() if size > 1]
+
+
 def vars_of(pins: Pins) -> dict[str, Any]:
     """The pins as keyword arguments."""
     return {f.name: getattr(pins, f.name) for f in fields(pins)}
@@ -476,4 +487,21 @@ def _changes(pins: Pins, world: int, batch: int) -> list[Change]:
         elif name in named and value is not None:
             found += [(1.0, name, one) for one in named[name] if one != value]
         found += [(2.0, name, None)] * pins.says(name)
+    if pins.axes is not None and not pins.free_axes:
+        found += [(away, "axes", axes) for away, axes in _laid_otherwise(pins.axes)]
+        if "cp" in pins.axes and not pins.says("attention"):  # in one chunk a rank
+            found.append((0.6, "attention", ULYSSES))
+    elif (pins.says("attention") or pins.says("ulysses")) and not pins.says("cp"):
+        found += [(math.log2(n), "cp", n) for n in degrees[1:]]
     return found
+
+
+def _laid_otherwise(axes: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int]]]:
+    """How far away, and the same axes in the order in which a search lays them out, and with the sequence in as many chunks a
+    rank as it is not pinned in."""
+    marked = {"cp": "cp*", "cp*": "cp"}
+    for away, order in ((0.0, [*axes]), (0.4, sorted(axes, key=lambda axis: ORDER.index(axis.removesuffix("*"))))):
+        for more, marks in ((0.0, {}), (0.5, marked)):
+            other = {marks.get(axis, axis): axes[axis] for axis in order}
+            if [*other] != [*axes]:
+                yield away + more, other

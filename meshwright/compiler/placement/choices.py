@@ -24,7 +24,7 @@ from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins, named_by
-from meshwright.ir.plan import TIME, Schedule
+from meshwright.ir.plan import TIME, PlanError, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
 from meshwright.ir.sharding import Sharding, ceil_div
 from meshwright.ir.writing.names import choice_text
@@ -335,18 +335,29 @@ def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) 
         return found
     kept = [assignment for assignment in found if all(axis in assignment for axis in axes)]
     if not kept:
-        heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
-        ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
-        algorithms = [name for name in _algorithms(rule, scope.pins.attentions) if name is not None]
-        legal = [n for n in range(2, ranks + (len(axes) > 1)) if ranks % n == 0 and any(
-            _legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms
-        )]  # a divisor: other axes take the devices that are left
-        remedy = (f"cp={max(legal)}" if legal else "no cp") + (" without ulysses" if len(axes) > 1 else "")
-        raise PinError(
-            f"{heads}{scope.pins.shown('attention')}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
-            f"keys {shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
-        )
+        raise _cannot_attend(op, rule, axes, scope)
     return kept
+
+
+def _cannot_attend(op: Op, rule: OpRule, axes: tuple[str, ...], scope: Scope) -> PinError | PlanError:
+    """Attention cannot run as it is pinned over these axes of the sequence: over how many ranks its heads would allow it, and
+    of the divisors of those there are (other axes take the devices that are left) the most over which it can. A PlanError
+    where cp is open, for another mesh may run it."""
+    asked = [f"ulysses={scope.mesh.size(HEADS)}"] if len(axes) > 1 else []
+    asked += [scope.pins.shown("attention")] if scope.pins.says("attention") else []
+    ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
+    text = (f"pin {' with '.join(asked)}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and keys {shapes[1]}, "
+            f"cannot run so over cp={ranks}")
+    if rule.inner and (len(axes) > 1 or ULYSSES in scope.pins.attentions):
+        ways = [*sorted(rule.inner), *([ULYSSES] if len(axes) == 1 and ULYSSES in rule.algorithms else ())]
+        heads = max(shapes[0][-3:-2], default=1)
+        numbers = [n for n in range(2, heads + 1) if any(rule.legal({axes[0]: one}, Mesh(axes[:1], (n,))) for one in ways)]
+        text += f" (of such heads sequence is exchanged over {', '.join(map(str, numbers)) or 'no'} ranks)"
+    algorithms = [name for name in _algorithms(rule, scope.pins.attentions) if name is not None]
+    legal = [n for n in range(2, ranks) if len(axes) == 1 and ranks % n == 0
+             and any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms)]
+    text += f"; nearest legal: cp={max(legal)}" if legal else ""
+    return PlanError(text) if scope.pins.cp is None else PinError(text)
 
 
 def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:

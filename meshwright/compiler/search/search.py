@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +35,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
 from meshwright.ir.declared.operator import PIECES
-from meshwright.ir.pins import PinError, Pins, nearest
+from meshwright.ir.mesh import PP
+from meshwright.ir.pins import PinError, Pins, is_laid_out, nearest
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.quantities import bytes_text
@@ -405,9 +406,10 @@ class _Near:
             return False
         try:
             self.check(pins)
-            pins = pins.by_degrees()
+            axes, pins = pins.axes, pins.by_degrees()
             _check_combination(pins, self.task.cluster.world)
-            some = [*itertools.islice(self._layouts(pins), _MESHES)]
+            found = (one for one in self._layouts(pins) if axes is None or pins.free_axes or _as_pinned(axes, one[0]))
+            some = [*itertools.islice(found, _MESHES)]
             self.tried += bool(some)
             return any(self._has_choices(pins, layout, count) for layout, count in some)
         except MeshwrightError:
@@ -430,7 +432,7 @@ class _Near:
         units, seen = len(self._bounds(pins).placements.folded.positions), set[tuple[Layout, int]]()
         for one in under_pins(pins, batch_size(graph), cluster, units, attended(graph, rules), mirrored, task.experts, near,
                               task.foldable):
-            found = layout_of(one, degrees_of(replace(one, pp=1), one.data)), one.microbatches
+            found = layout_of(one, degrees_of(replace(one, pp=1), pins.shard or one.data)), one.microbatches
             if found not in seen and self._accumulates(pins, one.microbatches, one.data):
                 seen.add(found)
                 yield found
@@ -456,3 +458,11 @@ class _Near:
         except MeshwrightError:
             return False
         return True
+
+
+def _as_pinned(axes: Mapping[str, int], layout: Layout) -> bool:
+    """Whether the mesh of a stage has the pinned axes in their order; stages are the outermost."""
+    outside = [axis for axis, size in axes.items() if size > 1 and axis == PP]
+    several = [axis for axis, size in axes.items() if size > 1]
+    inner = {axis: size for axis, size in axes.items() if axis != PP}
+    return several[: len(outside)] == outside and is_laid_out(inner, layout.mesh)
