@@ -586,6 +586,25 @@ def test_pins_that_leave_values_open_beside_a_plan() -> None:
             check_agreement(plan, Pins.of(pins), rules, degrees_of(plan))
 
 
+def test_an_operator_that_is_pinned_over_an_axis_is_planned_on_meshes_that_have_it() -> None:
+    """One that is open is taken up, though others would do without; one that none can have is refused."""
+    where, name = Cluster.parse("h100:1x4"), "model.layers.*.mlp.experts:experts"
+    plan = make_plan(graph("mixtral"), where, Pins.of({"dp": 2, "tp": 2, "operators": {name: "dp=t0, tp=f"}}))
+    assert str(plan.mesh) == "dp=2 x tp=2"
+    routed = {"operators": {name: "ep=t0&e, tp=f"}}
+    for ep in (None, [1, 2]):
+        plan = make_plan(graph("mixtral"), where, Pins.of({"dp": 2, "tp": 2, "ep": ep, **routed}))
+        assert plan.mesh.size("ep") == 2
+        experts = [one for op, one in plan.to_pins().operators.items() if op.endswith("experts:experts")]
+        assert experts == ["ep=t0&e, tp=f"]
+    for pins, words in (({"dp": 2, "tp": 2, "ep": 1, **routed}, "axis 'ep'; .* no more than dp, dp_replicate, dp_shard, tp"),
+                        ({"axes": {"dp": 2, "tp": 2}, **routed}, "name axis 'ep'"), ({"axes": {"x": 4}, **routed}, "than x;"),
+                        ({"dp": 2, "tp": 2, "operators": {name: "dp=t0, tp=f, cp=t1"}}, "axis 'cp'.*leave that axis out"),
+                        ({"dp": 4, "tp": 1, "operators": {name: "dp=t0, pp=f"}}, "name axis 'pp'")):
+        with pytest.raises(PinError, match=words):
+            make_plan(graph("mixtral"), where, Pins.of(pins))
+
+
 def test_a_pin_that_decides_nothing_is_noted() -> None:
     plan = make_plan(graph("llama"), Cluster.parse("cpu:1x2"), Pins(dp=1, tp=2, zero=3))
     assert [note for note in plan.notes if "zero=3 decides nothing" in note]

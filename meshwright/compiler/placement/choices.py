@@ -22,7 +22,7 @@ from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins, named_by
 from meshwright.ir.plan import TIME, PlanError, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
@@ -277,6 +277,16 @@ def _algorithms(rule: OpRule, wanted: Sequence[str]) -> list[str | None]:
     passing, every = {GATHER, RING}.intersection(wanted), set(ATTENTION) <= set(wanted)
     named = [name for name in rule.algorithms if every or name in wanted or (passing and name == WINDOW)]
     return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if ULYSSES in wanted else ())]
+
+
+def check_named(scope: Scope) -> None:
+    """Raise PlanError for a mesh without an axis that pins of operators or values name: others may have it."""
+    if not (scope.pins.operators or scope.pins.values):
+        return
+    lacking = sorted(axis for axis in scope.fixed.axes if axis not in scope.mesh.axes and role_of(axis) != DATA)
+    if lacking:
+        raise PlanError(f"pins operators or values name axis {lacking[0]!r}, which mesh {scope.mesh} does not have; leave that "
+                        "axis out of them, or pin a mesh that has it")
 
 
 def check_sequence(scope: Scope) -> None:

@@ -55,6 +55,12 @@ class FixedDecisions:
         """Whether ranks of the sequence split experts."""
         return folded(self.assignments.values())
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes over which operators and values are split."""
+        split = {axis for one in self.assignments.values() for axis in one}
+        return frozenset(split.union(*((*one.split_axes, *one.partial, *one.varying) for one in self.copies.values())))
+
     def __bool__(self) -> bool:
         return bool(self.assignments or self.copies or self.kept)
 

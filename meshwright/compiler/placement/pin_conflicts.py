@@ -80,7 +80,7 @@ def _named(plan: Plan, pins: Pins) -> Iterator[str]:
             yield f"the mesh {dict(pins.axes)}"
     named = Pins(axes=dict(zip(mesh.axes, mesh.sizes, strict=True)), operators=pins.operators, values=pins.values,
                  blocks=pins.blocks)
-    fixed = fixed_by(named, graph)
+    fixed = fixed_by(named, graph, mesh.world)
     for op in fixed.assignments:
         planned = {axis: one for axis, one in plan.assignments.get(op, {}).items() if mesh.size(axis) > 1}
         if fixed.assignment(op, mesh) != planned:

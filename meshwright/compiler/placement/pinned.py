@@ -15,6 +15,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.positions import Position, operands
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import HEADS, PP
 from meshwright.ir.pins import ROOT, PinError, Pins, named_by
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding, parse_type
 from meshwright.ir.writing.names import CanonicalNames, Kept, choice_of, kept_of, names_of
@@ -75,9 +76,9 @@ def told_apart(
     return of
 
 
-def fixed_by(pins: Pins, graph: Graph) -> FixedDecisions:
-    """What the pins hold of operators, values and blocks. Raises PinError for a name that the model does not have, a text that
-    says nothing, or degrees that are open."""
+def fixed_by(pins: Pins, graph: Graph, world: int) -> FixedDecisions:
+    """What the pins hold of operators, values and blocks, on ``world`` devices. Raises PinError for a name that the model does
+    not have, a text that says nothing or names an axis that no mesh under the pins has, or degrees that are open."""
     if not (pins.operators or pins.values or pins.blocks):
         return NOTHING_FIXED
     if pins.axes is None and None in (pins.dp, pins.tp):
@@ -91,13 +92,25 @@ def fixed_by(pins: Pins, graph: Graph) -> FixedDecisions:
                            f"{len(graph.values[name].shape)}")
     kept = {name: Variant(one.zero, one.data_axes, one.shard_axes, one.recompute)
             for name, one in kept_by(pins, graph, names).items()}
-    axes = {axis.removesuffix("*") for axis in pins.axes or ("dp", "dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")}
-    used = {axis for one in assignments.values() for axis in one}
-    used |= {axis for one in copies.values() for axis in (*one.split_axes, *one.partial, *one.varying)}
-    used |= {axis for variant in kept.values() for axis in variant.data_axes}
+    fixed, axes = FixedDecisions(assignments, copies, kept), _axes_under(pins, world)
+    used = fixed.axes | {axis for variant in kept.values() for axis in variant.data_axes}
     if stray := sorted(axis for axis in used if axis not in axes):
-        raise PinError(f"pins operators, values or blocks name axis {stray[0]!r}, the mesh has {', '.join(sorted(axes))}")
-    return FixedDecisions(assignments, copies, kept)
+        raise PinError(f"pins operators, values or blocks name axis {stray[0]!r}; under the other pins a mesh has no more than "
+                       f"{', '.join(sorted(axes))}; leave that axis out of them, or pin a mesh that has it")
+    return fixed
+
+
+def _axes_under(pins: Pins, world: int) -> set[str]:
+    """The axes that something may be split over on a mesh under the pins, be it pinned or found by the search."""
+    if pins.axes is not None:
+        return {axis.removesuffix("*") for axis in pins.axes} - {PP}
+    data, rest = pins.dp or 1, world // ((pins.dp or 1) * (pins.tp or 1))
+    found = {"dp", "dp_replicate", "dp_shard", "tp"}
+    if any(pins.allows("cp", n) for n in range(2, rest + 1) if rest % n == 0):
+        found |= {"cp", HEADS}
+    if any(pins.allows("ep", n) for n in range(2, data * rest + 1) if data * rest % n == 0):
+        found.add("ep")
+    return found
 
 
 def kept_by(pins: Pins, graph: Graph, names: CanonicalNames) -> dict[str, Kept]:

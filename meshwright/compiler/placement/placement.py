@@ -30,7 +30,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.placement.choices import Scope, check_sequence, choices, pays_mirrored
+from meshwright.compiler.placement.choices import Scope, check_named, check_sequence, choices, pays_mirrored
 from meshwright.compiler.placement.costs import (
     SAVED,
     Costs,
@@ -251,6 +251,7 @@ class Placements:
     def _scope(self, mesh: Mesh, count: int, folded: bool, roles: Mapping[str, str] | None = None) -> Scope:
         roles = roles or {axis: role_of(axis) for axis in mesh.axes}
         scope = Scope(self.structure, mesh, roles, self.pins, count, self.fixed, self.cluster, folded=folded)
+        check_named(scope)
         check_sequence(scope)
         return scope
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.placement.choices import Scope, check_sequence
+from meshwright.compiler.placement.choices import Scope, check_named, check_sequence
 from meshwright.compiler.placement.costs import SAVED, Costs, Variant, worst
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
@@ -334,6 +334,7 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     scope = Scope(
         task.structure, layout.mesh, layout.roles, task.pins, microbatches, task.fixed, task.cluster, folded=layout.folded
     )
+    check_named(scope)
     check_sequence(scope)
     sampled = [axis for axis in layout.mesh.axes if layout.roles[axis] in (ANY, *SAMPLED)]
     task.structure.schedule(microbatches, layout.mesh.size(sampled))

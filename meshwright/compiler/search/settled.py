@@ -147,7 +147,7 @@ def decided(task: Task) -> Plan | None:
         return None
     staged = PP in pins.axes
     graph = find_layers(task.graph) if staged else task.graph
-    fixed, names = fixed_by(pins, graph), names_of(graph)
+    fixed, names = fixed_by(pins, graph, task.cluster.world), names_of(graph)
     kept = kept_by(pins, graph, names)
     starts = [*(graph.ops[block.start].name for block in graph.blocks), ""]
     if set(fixed.assignments) != set(names.ops) or set(kept) != set(starts):

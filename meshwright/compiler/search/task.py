@@ -61,7 +61,8 @@ class Task:
         gap: float,
     ) -> Task:
         """A task whose recomputation follows from the pins."""
-        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins, graph), fixed_by(pins, graph))
+        fixed = fixed_by(pins, graph, cluster.world)
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins, graph), fixed)
 
     def under(self, pins: Pins) -> Task:
         """The same under other pins."""
