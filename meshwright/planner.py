@@ -292,7 +292,7 @@ def _is_whole(island: Island) -> bool:
     columns = [[one for one in vars(table).values() if isinstance(one, tuple)] for table in tables]
     dims = (island.world, node.torus_dims) if node.kind == "torus" else (1, 0)
     return all((
-        island.nodes, island.per_node, node.per_node, node.link_bandwidth, node.ring_efficiency, node.nics, node.nic_bandwidth,
+        island.nodes, island.per_node, node.per_node, node.link_bandwidth, node.ring_efficiency, not island.is_apart,
         node.nic_efficiency, device.memory_bytes, device.memory_bandwidth, device.matmul_efficiency, device.memory_efficiency,
         device.units, device.tile, device.peak, *device.peak.values(), *(all(ways) for ways in device.attention.values()),
         device.attention_kernel in device.attention, node.kind in known,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import networkx as nx
@@ -18,6 +19,8 @@ from meshwright.cost.collectives import Network
 from meshwright.cost.form import check_form
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.mesh import Mesh
+from meshwright.planner import cluster_in, described
+from tests.handmade import handmade_plan
 
 
 def test_string_gives_nodes_devices_and_numbers_of_the_datasheet():
@@ -358,6 +361,36 @@ def test_a_file_of_ones_own_is_like_any_name_of_the_catalogue(tmp_path):
     path.write_text('[cluster]\ndevices = "Mine:1x4"\n[device.Mine]\nlike = "h100"\n', encoding="utf-8")
     device, plain = Cluster.from_toml(path).device, Cluster.parse("h100:1x4").device
     assert replace(device, name=plain.name, title=plain.title) == plain
+
+
+@pytest.mark.parametrize("number", ['nic = {value = 0, unit = "Gb/s", source = "none"}',
+                                    'nics = {value = 0, unit = "1", source = "none"}'])
+def test_several_nodes_without_a_network_are_refused(tmp_path, number):
+    """One node needs none, and neither does a plan that is read again; a torus has links instead."""
+    path = tmp_path / "cluster.toml"
+
+    def write(sizes):
+        path.write_text(f'[cluster]\ndevices = "h100@mine:{sizes}"\n[node.mine]\nlike = "pcie4"\n{number}\n')
+
+    write("2x3")
+    with pytest.raises(ClusterError, match=r"node 'mine' has nics? = 0, so that nothing.*or one node, 'h100@mine:1x3'"):
+        Cluster.from_toml(path)
+    write("1x2")
+    cluster = Cluster.from_toml(path)
+    assert (cluster.nodes, cluster.world) == (1, 2)
+    plan = replace(handmade_plan(), mesh=Mesh(("dp",), (2,)), cluster=str(cluster), devices=described(cluster))
+    assert cluster_in(plan).world == 2
+    assert Cluster.parse("tpu-v4:2x2x4").nodes > 1
+
+
+def test_a_device_that_lacks_numbers_names_what_has_them(tmp_path):
+    path = tmp_path / "cluster.toml"
+    text = '[cluster]\ndevices = "mine@dgx-h100:1x2"\n[device.mine]\nmemory = {value = 48, unit = "GiB", source = "label"}\n'
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=r"device 'mine' lacks reserve, .*; give these, or .* like = ") as caught:
+        Cluster.from_toml(path)
+    path.write_text(text + re.search(r"like = \"[^\"]+\"", str(caught.value))[0])
+    assert Cluster.from_toml(path).memory_bytes == 48 * 2**30
 
 
 def test_files_that_cannot_be_opened(tmp_path):

@@ -249,7 +249,10 @@ def _read(
     """{field: number} and their sources from a table."""
     missing = [key for key in keys if key not in table]
     if missing:
-        raise ClusterError(f"{what} {name!r} lacks {', '.join(missing)}")
+        known = next(iter(catalogue()[what]))
+        these = "these" if len(missing) > 1 else "it"
+        raise ClusterError(f"{what} {name!r} lacks {', '.join(missing)}; give {these}, or take what is not given over from a "
+                           f"{what} that is known, by a line such as like = \"{known}\"")
     numbers: dict[str, Any] = {
         field_: read_number(table[key], f"{what}.{name}.{key}", quantity, above=key in _ABOVE)
         for key, (field_, quantity) in keys.items()

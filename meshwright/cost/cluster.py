@@ -63,6 +63,11 @@ class Island:
         """NICs of each node; a node that is used in part brings its part of them."""
         return min(self.node.nics, max(1, self.node.nics * self.per_node // self.node.per_node))
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether there are several nodes with nothing between them."""
+        return self.nodes > 1 and not self.torus and not (self.node.nics and self.node.nic_bandwidth)
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -267,7 +272,13 @@ def _island(text: str, tables: Mapping[str, Any]) -> Island:
     if len(numbers) != 2:
         raise ClusterError(f"cluster {quoted(text)} needs two sizes, nodes x devices per node, as in "
                            f"'{name}:2x{node.per_node}'")
-    return Island(device, node, numbers[0], numbers[1])
+    island = Island(device, node, numbers[0], numbers[1])
+    if island.is_apart:
+        what = "nics" if not node.nics else "nic"
+        raise ClusterError(f"cluster {quoted(text)} has {numbers[0]} nodes, but node {node.name!r} has {what} = 0, so that "
+                           "nothing connects them; give the number of its NICs (nics) and the bandwidth of each (nic), or one "
+                           f"node, '{name}@{node.name}:1x{numbers[1]}'")
+    return island
 
 
 def _sizes(text: str, sizes: str) -> tuple[int, ...]:
