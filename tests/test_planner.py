@@ -199,6 +199,20 @@ class _Head(nn.Module):
         return x + self.down_proj(nn.functional.gelu(self.norm(x)))
 
 
+@pytest.mark.parametrize("pins", [{}, {"recompute": "full"}, {"zero": 0}])
+@pytest.mark.parametrize("cluster", ["h100:1x1", "h100:1x2"])
+def test_what_runs_in_one_micro_batch_alone_is_told_its_memory(cluster: str, pins: dict[str, Any]) -> None:
+    """Batch norm needs the whole batch at once, and smaller micro-batches, which would be nearest, cannot be."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 64))
+    graph, where = graph_of(model, 96, 64), Cluster.parse(cluster)
+    with pytest.raises(OutOfMemoryError) as alone:
+        make_plan(graph, where.with_memory(MIB // 2), Pins.of({**pins, "microbatches": 1}))
+    with pytest.raises(OutOfMemoryError, match=r"the least memory any plan needs on .* with microbatches=1") as caught:
+        make_plan(graph, where.with_memory(MIB // 2), Pins.of(pins))
+    assert caught.value.least == alone.value.least
+    assert make_plan(graph, where.with_memory(int(caught.value.least * 1.01)), Pins.of(pins))
+
+
 @pytest.mark.parametrize("pins", [Pins(), Pins(dp=2, tp=2, sequence_parallel=True)])
 def test_names_do_not_matter(pins: Pins) -> None:
     cluster = FOUR.with_memory(150 * MIB)

@@ -23,6 +23,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from meshwright.compiler.pipeline.timed_bound import Sharp
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
@@ -333,7 +334,8 @@ class Sweep:
     def refusal(self) -> PinError | PlanError:
         """Why nothing was found: what does not fit goes before what cannot be."""
         nothing_fits = [error for error in self._refused_free if isinstance(error, OutOfMemoryError)]
-        for candidate in self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF)):
+        crowded, enough = self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF))
+        for _, candidate in takewhile(lambda one: one[0] < enough or not nothing_fits, enumerate(crowded)):
             try:
                 assert candidate.layout is not None
                 self._free(candidate.layout, candidate.microbatches, _INF, None)
@@ -351,19 +353,17 @@ class Sweep:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):
             return self._refused
-        unclear = [*self._refused_free, *([self._refused] if self._refused else []), self.bounds.refused]
-        found = next((error for error in unclear if error is not None), None)
-        return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch under the pins that were "
-                                  "given; leave out some of them (recompute, schedule, stage_cuts, microbatches)")
+        unclear: list[PinError | PlanError | None] = [*self._refused_free, self._refused, self.bounds.refused]
+        text = f"no layout of {self.task.cluster} runs this model under the pins ({self.task.pins}); change these, or the batch"
+        return next((error for error in unclear if error is not None), PlanError(text))
 
-    def _nearest_crowded(self, least: float) -> list[Candidate]:
-        """Of the free layouts that were never solved for their memory those to say what binds: of the least bytes, if these are
-        less than ``least``, and of the smallest micro-batches. They are handed out once."""
-        crowded, self._crowded = self._crowded, []
-        if not crowded or min(bytes_ for bytes_, _ in crowded) >= least:
-            return []
-        found = [min(crowded, key=lambda one: one[0])[1], max(crowded, key=lambda one: one[1].microbatches)[1]]
-        return list(dict.fromkeys(found))
+    def _nearest_crowded(self, least: float) -> tuple[list[Candidate], int]:
+        """Free layouts never solved for their memory, once: some nearer than ``least`` bytes, how many, others if none runs."""
+        crowded, self._crowded = sorted(self._crowded, key=lambda one: one[0]), []
+        if not crowded or crowded[0][0] >= least:
+            return [], 0
+        first = dict.fromkeys((crowded[0][1], max(crowded, key=lambda one: one[1].microbatches)[1]))
+        return [*dict.fromkeys((*first, *(candidate for _, candidate in crowded)))], len(first)
 
     def _first_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
