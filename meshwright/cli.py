@@ -87,6 +87,7 @@ def plan_command(
     tp: Annotated[str | None, typer.Option(help=f"Pin the tensor-parallel degree: {OPEN}.")] = None,
     cp: Annotated[str | None, typer.Option(help="Pin the ranks over which the sequence is split.")] = None,
     attention: Annotated[str | None, typer.Option(help='With --cp: pin "ring", "ulysses" or "all-gather".')] = None,
+    ulysses: Annotated[int | None, typer.Option(help="With --cp: pin its near ranks that exchange heads.")] = None,
     ep: Annotated[str | None, typer.Option(help="Pin the data ranks over which experts are split.")] = None,
     pp: Annotated[str | None, typer.Option(help=f"Pin the pipeline degree: {OPEN}.")] = None,
     schedule: Annotated[str | None, typer.Option(help='Pin the pipeline schedule, or several: "none,1f1b".')] = None,
@@ -126,8 +127,8 @@ def plan_command(
             from meshwright.api import plan
             from meshwright.ir.pins import Pins
 
-            pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "sequence_parallel": sequence_parallel,
-                            "tensors": tensor_pins(tensor or [])})
+            pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "ulysses": ulysses,
+                            "sequence_parallel": sequence_parallel, "tensors": tensor_pins(tensor or [])})
             module, example = load(model, batch, sequence)
             found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision,
                          pins=pins, strict=strict, progress=progress, cache=cache, headroom=headroom,

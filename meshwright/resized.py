@@ -108,7 +108,10 @@ def _times(
     words."""
     shapes = {name: _scaled(name, graph.values[name], dims, classes, factor, what) for name in graph.inputs}
     if all(shapes[name] == graph.values[name].shape for name in graph.inputs):
-        raise PlanError(f"no input of the model has {what.replace('the ', 'a ')}")
+        ones = [name for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
+                if size == 1 and classes.find((name, dim)) in dims]
+        raise PlanError(f"{what} of {ones[0]} is 1, and of the model's dims of 1 it is not known which grow with it" if ones
+                        else f"no input of the model has {what.replace('the ', 'a ')}")
     held = {param.value: param.fqn for param in graph.params}
     for name, fqn in held.items():
         if any(size > 1 and classes.find((name, dim)) in dims for dim, size in enumerate(graph.values[name].shape)):

@@ -14,7 +14,7 @@ from meshwright import Pins
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
-from meshwright.planner import capture_model, make_plan, reprice, reprice_batches
+from meshwright.planner import capture_model, cluster_of, make_plan, reprice, reprice_batches
 from meshwright.resized import of_batch, of_length
 from meshwright.views.changes import changes, rebatched
 from meshwright.views.explain import explain
@@ -207,3 +207,10 @@ def test_a_table_of_positions_is_not_read_beyond_its_end() -> None:
     twice = of_length(captured("gpt2"), Fraction(2))
     with pytest.raises(PlanError, match="positions"):
         of_length(twice, Fraction(8))
+
+
+def test_a_batch_of_one_is_no_batch_that_grows() -> None:
+    """Nothing tells its dims of 1 from those that are always 1, and the answer is to plan the larger batch."""
+    plan = make_plan(graph("gpt2", 1), Cluster.parse("h100:1x1"), Pins())
+    with pytest.raises(PlanError, match=r"the batch of input_ids is 1, and .* which grow with it\); plan again at that"):
+        rebatched(plan, cluster_of(plan), 3)

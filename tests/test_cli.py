@@ -150,6 +150,13 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
     assert "tp=2 (tensor)" in result.stdout or "tp=4 (tensor)" in result.stdout
 
 
+def test_ranks_that_exchange_sequence_for_heads_are_pinned_by_an_option(llama: Path) -> None:
+    result = run("plan", llama, "--cluster", "cpu:1x4", "--batch", 4, "--sequence", 16, "--precision", "fp32", "--cp", 4,
+                 "--ulysses", 2, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["mesh"] == {"dp": 1, "cp": 2, "up": 2, "tp": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

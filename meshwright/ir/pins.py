@@ -313,7 +313,8 @@ class Pins:
         product = math.prod(degrees.values())
         shown = " x ".join(f"{name}={size}" for name, size in degrees.items())
         if world % product:
-            raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
+            raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are; pin degrees "
+                           "whose product does, or leave some to the search")
         if product != world and None not in (self.dp, self.tp, self.pp) and "cp" not in {*self.among, *self.most}:
             rest = f", or pin cp={world // product} to split sequences" if self.cp is None else ""
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search"
@@ -402,6 +403,9 @@ def _check_axes(pins: Pins) -> None:
         good = isinstance(axis, str) and axis.removesuffix("*").isidentifier() and _is_count(size, 1) and size <= _MOST
         if not good:
             raise PinError(f"pin axes={_brief(axes)}: {_brief(axis)}: {_brief(size)} is no axis and its ranks; {how}")
+        if axis.endswith("*") and axis != "cp*":
+            raise PinError(f"pin axes={_brief(axes)}: only the axis 'cp' may have a *, for a sequence in two chunks a rank; "
+                           f"name the axis {axis.removesuffix('*')!r}")
         if axis.endswith("*") and axis[:-1] in axes:
             raise PinError(f"pin axes={_brief(axes)}: the axis {axis[:-1]!r} is named twice, with * and without; name it once")
     for name in ("dp", "tp", "cp", "ep", "pp", "shard", "ulysses"):
