@@ -65,10 +65,19 @@ def test_pins(pins: dict[str, Any], words: list[str]) -> None:
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("pins", [{"attention": "ring"}, {"cp": 2, "pp": 2}, {"dp": 2, "tp": 2}])
-def test_pins_that_no_model_can_have_are_refused_before_the_capture(pins: dict[str, int]) -> None:
+@pytest.mark.parametrize("pins", [{"tp": 3}, {"axes": {"x": 8}}, {"dp": 2, "tp": 2}])
+def test_pins_that_no_model_can_have_are_refused_before_the_capture(pins: dict[str, Any]) -> None:
     with mock.patch.object(api, "capture_model", side_effect=AssertionError("captured")), pytest.raises(PinError):
         plan(pins=pins)
+
+
+@pytest.mark.parametrize("pins", [{"attention": "ring"}, {"cp": 2, "pp": 2}, {"tp": 3, "ulysses": 2}])
+def test_pins_that_ask_what_the_model_can_do_are_refused_with_it_at_hand(pins: dict[str, Any]) -> None:
+    """What is named instead can be tried with the model alone."""
+    with mock.patch.object(api, "capture_model", wraps=api.capture_model) as captured:
+        with pytest.raises(PinError, match="nearest legal setting: "):
+            plan(pins=pins)
+        assert captured.call_count == 1
 
 
 def test_dp_beyond_the_batch() -> None:
