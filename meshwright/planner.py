@@ -201,11 +201,9 @@ def check_mesh(pins: Pins, plan: Plan) -> None:
     if pins.axes is not None and not is_laid_out(pins.axes, plan.mesh):
         given = {axis for axis, size in pins.axes.items() if size > 1}
         chunks = given != more and {axis.removesuffix("*") for axis in given} == {axis.removesuffix("*") for axis in more}
-        raise PinError(
-            f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything"
-            + ("; cp* is a sequence in two chunks a rank, cp one in one, as attention='ulysses' has it"
-                               if chunks else "")
-        )
+        marks = "; cp* is a sequence in two chunks a rank, cp one in one, as attention='ulysses' has it" if chunks else ""
+        raise PinError(f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything"
+                       f"{marks}")
 
 
 def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:

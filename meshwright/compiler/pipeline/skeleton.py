@@ -99,7 +99,7 @@ class _Walk:
             if before:
                 self._step(place, self.arrival[before], Counter(), sent)
         last = tuple(self.end[int(rows[-1])] for rows in self.row_of)
-        return Skeleton(1 + len(self.end) - 1 + len(self.arrival), tuple(self.steps), last)
+        return Skeleton(len(self.end) + len(self.arrival), tuple(self.steps), last)
 
     def _end(self, row: int) -> None:
         """After the action before it on its rank, and after its operand."""
