@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.compiler.placement.blockmodel import priced, shares_of
+from meshwright.compiler.placement.blockmodel import priced, read_apart, shares_of
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     GATHER,
@@ -39,7 +39,7 @@ from meshwright.cost.memory.saved import not_repeated, saved_for_backward
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
-from meshwright.ir.mesh import STAGE, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import Mesh, role_of
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import Placed
@@ -318,13 +318,6 @@ class Prices:
     def _tied(self) -> frozenset[str]:
         return several_readers(self.graph)
 
-    def _read_apart(self, rest: Sharding) -> Sharding:
-        """A tied weight as its gradient is summed, whatever its first reader does: over every axis that does not split it at
-        rest, but over those for tensors, where its readers pay, and stages."""
-        others = {TENSOR, STAGE}
-        apart = (axis for axis in self.plan.mesh.axes if axis not in rest.split_axes and role_of(axis) not in others)
-        return Sharding(rest.dims, frozenset(), frozenset(apart))
-
     def _parameters(self, op: Op, placed: Placed, group: GroupChoice) -> tuple[float, float, float, float]:
         """Seconds of a step: (gather, reduce, optimizer, adding up gradients)."""
         variant = Variant(group.zero, group.data_axes, group.shard_axes, group.recompute)
@@ -333,7 +326,8 @@ class Prices:
             if self._bearers.get(name) != op.name:
                 continue
             if name in self._tied:
-                need = self._read_apart(self.facts.stored[name].tensor)
+                roles = {axis: role_of(axis) for axis in self.plan.mesh.axes}
+                need = read_apart(self.facts.stored[name].tensor, roles)  # whatever its first reader does
             trainable = self._params[name].trainable
             elements, late = self._elements.get(group.path, 1.0), self._late.get(group.path, 0.0)
             vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements, late=late)

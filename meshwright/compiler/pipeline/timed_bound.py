@@ -26,6 +26,7 @@ from enum import IntEnum
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.stage_bound import classes_of
 from meshwright.compiler.pipeline.timed_program import STEP, KnownPaths, TimedProgram
 from meshwright.compiler.solver.linear import NoSolutionError, UnsolvedError
 from meshwright.ir.schedules import Table
@@ -169,10 +170,12 @@ def divided_cuts(
 ) -> tuple[np.ndarray, int]:
     """Cuts [k, stages + 1] near to what is best for divided units, where several classes have several and the table has a
     skeleton, else none; and how many numbers the programs had that say so."""
-    program, found = TimedProgram(units, table, outside, room, 0.0, KnownPaths(table)), list[np.ndarray]()
+    found = list[np.ndarray]()
+    if np.count_nonzero(classes_of(units, outside, table.stages).members > 1) < 2:
+        return np.zeros((0, table.stages + 1), dtype=np.int64), 0
+    program = TimedProgram(units, table, outside, room, 0.0, KnownPaths(table))
     best = program.first()
-    several = np.count_nonzero(program.members > 1) > 1
-    while several and program.follow() and len(found) < _LOOKS:
+    while program.follow() and len(found) < _LOOKS:
         try:
             seconds, point = program.solved()
         except (NoSolutionError, UnsolvedError):

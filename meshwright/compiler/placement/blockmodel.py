@@ -45,7 +45,7 @@ from meshwright.cost.memory.saved import saved_beside
 from meshwright.cost.memory.working import beside_output, comes_aside, copied, held_outputs, run_as, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import TENSOR, Mesh
+from meshwright.ir.mesh import STAGE, TENSOR, Mesh
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
 from meshwright.ir.rule import OpRule, Placed, place
@@ -88,6 +88,12 @@ class Model:
         self.sizes.append(len(unary))
         self.unary.append(unary)
         return len(self.sizes) - 1
+
+
+def read_apart(state: Sharding, roles: Mapping[str, str]) -> Sharding:
+    """A tied weight at rest, read differently over every axis that does not split it and that its readers do not pay."""
+    apart = frozenset(axis for axis, role in roles.items() if axis not in state.split_axes and role not in (TENSOR, STAGE))
+    return Sharding(state.dims, frozenset(), apart)
 
 
 class Builder:
@@ -344,16 +350,11 @@ class Builder:
             self._edge(model, name, var, options, i, needs, saving=False, takes=True)
         if name not in self._charged:
             self._charged.add(name)
-            model.parameter_uses.append((var, name, [self._read_apart(state) for state in options]))
+            model.parameter_uses.append((var, name, [read_apart(state, self.scope.roles) for state in options]))
 
     def _read_from_rest(self, need: Sharding) -> Sharding:
         """What a reader of a tied weight makes of it itself: FSDP2 or the root sum its gradient over the other axes."""
         return Sharding(need.dims, need.partial, frozenset(a for a in need.varying if self.scope.roles[a] == TENSOR))
-
-    def _read_apart(self, state: Sharding) -> Sharding:
-        """A tied weight at rest, read differently over every axis that does not split it and that its readers do not pay."""
-        rest = frozenset(a for a in self.mesh.axes if a not in state.split_axes and self.scope.roles[a] != TENSOR)
-        return Sharding(state.dims, frozenset(), rest)
 
     def _root_variant(self, model: Model, position: Position) -> None:
         """The root is one group over all its runs: its variant is a shared variable."""
@@ -368,7 +369,7 @@ class Builder:
         known = {name for _, name, _ in model.parameter_uses}
         for name in sorted(self.tied.intersection(model.states) - known) if unit.last else ():
             at, options = model.states[name]  # it is charged elsewhere, but its gradient is made here first
-            needs = [self._read_apart(state) for state in options]
+            needs = [read_apart(state, self.scope.roles) for state in options]
             columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(at, var, only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
         if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
