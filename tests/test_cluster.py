@@ -177,6 +177,29 @@ def test_measured_tables_stand_before_the_formulas_and_scale_what_they_do_not_ha
         assert ours.seconds(kind, axes, 1e9) == theirs.seconds(kind, axes, 1e9)
 
 
+def test_tables_of_one_group_are_one_and_rows_that_stand_twice_are_refused(tmp_path):
+    start = MEASURED.index("[[node.office.collectives]]")
+    table = MEASURED[start:]
+    small, large = table.replace("1e9, ", "").replace("0.5, ", ""), table.replace(", 1e6", "").replace(", 0.002", "")
+    mesh = Mesh.of(node=2, pair=4)
+    for parts in ((small, large), (large, small)):
+        network = Network(measured(tmp_path, table, "\n".join(parts)), mesh)
+        assert [network.seconds("all_reduce", "pair", size) for size in (1e6, 1e9)] == pytest.approx([0.002, 0.5])
+    for part in (table, *MEASURED[MEASURED.index("[[device.mine.products]]"):start].strip().split("\n\n")):
+        with pytest.raises(ClusterError, match="stands there twice; leave one, or give their mean"):
+            measured(tmp_path, table, f"{table}\n{part.split('[node.office]')[0]}")
+
+
+def test_a_torus_takes_what_was_measured_of_as_many_ranks(tmp_path):
+    head = '[cluster]\ndevices = "tpu-v4@office:4x4x4"\n[node.office]\nlike = "tpu-v4-torus"\n'
+    tables = MEASURED[MEASURED.index("[[node.office.collectives]]"):]
+    path = tmp_path / "mine.toml"
+    path.write_text(head + tables + tables.replace("ranks = 4", "ranks = 64\nnodes = 16").replace("0.5", "0.25"))
+    network = Network(Cluster.from_toml(path), Mesh.of(dp=16, tp=4))
+    assert [network.seconds("all_reduce", "tp", size) for size in (1e6, 1e9)] == pytest.approx([0.002, 0.5])
+    assert [network.seconds("all_reduce", ("dp", "tp"), size) for size in (1e6, 1e9)] == pytest.approx([0.002, 0.25])
+
+
 def test_measured_products_stand_before_the_formula(tmp_path):
     linear = builtin_rules().operators["aten.linear.default"]
 
@@ -208,14 +231,20 @@ def test_measured_streams_and_attention_stand_before_the_formulas(tmp_path):
     gelu = operators["aten.gelu.default"]
     assert compute.seconds(gelu, pointwise, mine) == compute.seconds(gelu, pointwise, plain)
 
-    def attention(device: Device, batch: int, causal: bool) -> tuple[float, float]:
-        shape = (batch, 8, 1024, 64)
+    def attention(device: Device, batch: int, causal: bool, heads: int = 8) -> tuple[float, float]:
+        shape = (batch, heads, 1024, 64)
         work = Work((shape,) * 3, (shape,), half, half, kwargs=(("is_causal", causal),))
         return compute.seconds(operators["aten.scaled_dot_product_attention.default"], work, device)
 
     assert attention(mine, 2, True) == pytest.approx((500e-6, 1500e-6))
     assert attention(mine, 4, True)[0] == pytest.approx(attention(plain, 4, True)[0] * 500e-6 / attention(plain, 2, True)[0])
     assert attention(mine, 2, False) == attention(plain, 2, False)
+    one = "[2, 8, 1024, 1024, 64]"
+    rows = MEASURED[MEASURED.index("[[device.mine.attentions]]"):MEASURED.index("[[node.office.collectives]]")]
+    more = rows.replace(one, f"{one}, [4, 4, 1024, 1024, 64]").replace("[500]", "[500, 900]").replace("[1500]", "[1500, 2700]")
+    both = measured(tmp_path, rows, more).device
+    assert attention(both, 2, True) == pytest.approx((500e-6, 1500e-6))
+    assert attention(both, 4, True, 4) == pytest.approx((900e-6, 2700e-6))  # as many FLOPs
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [

@@ -118,6 +118,27 @@ def test_another_dtype_or_model_is_left_alone(graph: Graph, tmp_path: Path) -> N
         assert layer(graph, cluster_of(tmp_path, MODULES.replace(old, new)), 1, 2) == plain
 
 
+def test_tables_of_one_module_are_one_and_those_of_another_dtype_hide_none(graph: Graph, tmp_path: Path) -> None:
+    mine = MODULES.replace(MLP, "").removesuffix("[[device.mine.modules]]")
+    rows = [("[[2, 1, 16], [8, 1, 16]]", "[3.0, 9.0]", "[6.0, 20.0]"),
+            ("[[4, 2, 16], [2, 1, 4096]]", "[2.0, 700.0]", "[5.0, 1500.0]")]
+    head = "[[device.mine.modules]]" + LAYER[: LAYER.index("points")]
+    unit = 'unit = "ms", source = "mine"'
+    parts = [f"{head}points = {at}\nforward = {{values = {ahead}, {unit}}}\nbackward = {{values = {back}, {unit}}}\n"
+             for at, ahead, back in rows]
+    apart = mine.replace("[[device.mine.modules]]" + LAYER, "\n".join(parts))
+    half = head.replace("f32", "bf16") + LAYER[LAYER.index("points"):]
+    other = mine.replace("[[device.mine.modules]]", f"{half}\n[[device.mine.modules]]")
+    single = mine + "\n" + parts[0].replace("layers.*", "layers.2").replace("3.0", "30.0")
+    for tensor, samples in ((1, 2), (1, 8), (2, 4)):
+        expected = layer(graph, cluster_of(tmp_path, mine), tensor, samples)
+        assert layer(graph, cluster_of(tmp_path, apart), tensor, samples) == pytest.approx(expected)
+        assert layer(graph, cluster_of(tmp_path, other), tensor, samples) == pytest.approx(expected)
+    placement = placements_of(graph, cluster_of(tmp_path, single)).of(1, 2)
+    seconds = [float(placement.rows[n].activations["none"][FORWARD]) for n in placement.sequence if placement.rows[n].block]
+    assert seconds[2:4] == pytest.approx([30e-3, 3e-3])
+
+
 def test_bounds_stay_below(graph: Graph, tmp_path: Path) -> None:
     """A table in which few samples take less than their share, and products faster than any formula."""
     text = MODULES.replace("[3.0, 9.0, 2.0, 700.0]", "[1e-7, 9.0, 2.0, 700.0]").replace("[6.0, 20.0", "[1e-7, 20.0")
@@ -147,7 +168,47 @@ backward = {values = [0.02, 20.0, 80.0, 400.0], unit = "ms", source = "mine"}
     assert plain.schedule.microbatches < best.schedule.microbatches
 
 
+SMALL = {
+    "products": """
+[[device.mine.products]]
+dtype = "f32"
+shapes = [[16, 64, 64], [32, 64, 64], [64, 64, 64], [128, 64, 64]]
+seconds = {values = [0.01, 0.02, 4.0, 9.0], unit = "ms", source = "mine"}
+""",
+    "attention": """
+[[device.mine.attentions]]
+dtype = "f32"
+causal = true
+shapes = [[1, 4, 16, 16, 16], [2, 4, 16, 16, 16], [4, 4, 16, 16, 16], [8, 4, 16, 16, 16]]
+forward = {values = [0.01, 2.0, 20.0, 90.0], unit = "ms", source = "mine"}
+backward = {values = [0.02, 5.0, 50.0, 200.0], unit = "ms", source = "mine"}
+""",
+    "collectives": "".join(f"""
+[[node.office.collectives]]
+kind = "{kind}"
+ranks = 2
+bytes = {{values = [4096, 8192, 16384, 32768, 65536], unit = "B", source = "mine"}}
+seconds = {{values = [0.001, 0.002, 10.0, 90.0, 200.0], unit = "ms", source = "mine"}}
+""" for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+}
+
+
+@pytest.mark.parametrize("what", SMALL)
+def test_what_few_samples_were_measured_to_save_is_in_no_bound(graph: Graph, tmp_path: Path, what: str) -> None:
+    """Where a piece of the batch takes much less than its share, no pinned count of micro-batches is below the bound."""
+    head = MODULES.split("[[device.mine.modules]]")[0].replace("mine:1x4", "mine@office:1x2")
+    cluster = cluster_of(tmp_path, f'{head}[node.office]\nlike = "pcie4"\n{SMALL[what]}')
+    for degrees in ({"tp": 1, "pp": 1}, {"tp": 2, "pp": 1}, {"pp": 2}):
+        best = make_plan(graph, cluster, Pins.of({**degrees, "mlp_rows": 0, "loss_rows": 0}))
+        assert best.certificate is not None
+        pinned = [make_plan(graph, cluster, Pins.of({**degrees, "microbatches": count, "mlp_rows": 0, "loss_rows": 0}))
+                  for count in (1, 2, 4, 8) if count <= 8 // best.mesh.size("dp")]
+        assert best.certificate.bound_seconds <= min(one.predicted.step_seconds for one in pinned) * (1 + 1e-9)
+        assert best.predicted.step_seconds <= min(one.predicted.step_seconds for one in pinned) * 1.02
+
+
 @pytest.mark.parametrize(("old", "new", "message"), [
+    ('layers.*.mlp"', 'layers.*"', r"modules: \[2, 1, 16\] \(model.layers.\*, f32\) stands there twice"),
     ("[4, 2, 16]", "[4, 2]", r"needs a point \[samples, tensor ranks, tokens"),
     ("[4, 2, 16]", "[2, 1, 16]", "stands there twice"),
     ('"model.layers.*"', '""', "module must be a path such as"), ("[1.0]", "[1.0, 2.0]", "2 seconds forward and 1 backward"),

@@ -294,7 +294,7 @@ def _sizes(text: str, sizes: str) -> tuple[int, ...]:
 def _torus(text: str, device: Device, node: Node, numbers: tuple[int, ...]) -> Island:
     """A torus by its dims, or, from hosts x chips, of the most nearly equal dims."""
     world = math.prod(numbers)
-    dims = numbers if len(numbers) == node.torus_dims else _balanced(world, node.torus_dims)
+    dims = numbers if len(numbers) == node.torus_dims else balanced(world, node.torus_dims)
     if len(numbers) not in (2, node.torus_dims):
         like = "x".join(["4"] * node.torus_dims)
         raise ClusterError(f"cluster {quoted(text)}: {device.name} is a torus of {node.torus_dims} dims, as in "
@@ -303,11 +303,11 @@ def _torus(text: str, device: Device, node: Node, numbers: tuple[int, ...]) -> I
     return Island(device, node, world // per_node, per_node, dims)
 
 
-def _balanced(world: int, dims: int) -> tuple[int, ...]:
+def balanced(world: int, dims: int) -> tuple[int, ...]:
     """``world`` as a product of ``dims`` factors with the smallest sum, ascending: tried is each that may be the smallest."""
     if dims == 1:
         return (world,)
-    options = [tuple(sorted((d, *_balanced(world // d, dims - 1)))) for d in sympy.divisors(world) if d**dims <= world]
+    options = [tuple(sorted((d, *balanced(world // d, dims - 1)))) for d in sympy.divisors(world) if d**dims <= world]
     return min(options, key=sum)
 
 

@@ -36,14 +36,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, overload
 
 import numpy as np
 import sympy
 
-from meshwright.cost.cluster import Cluster, ClusterError, Island
-from meshwright.cost.tables import MeasuredCollective
+from meshwright.cost.cluster import Cluster, ClusterError, Island, balanced
+from meshwright.cost.tables import MeasuredCollective, falls
 from meshwright.ir.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -194,24 +194,25 @@ class Network:
 
     def _ratio(self, kind: str, names: frozenset[str]) -> tuple[Sequence[float], Sequence[float]]:
         island = self.cluster.island
-        kind, hop = parted(kind)
-        tables = [table for table in island.node.measured if table.kind == kind]
+        whole, hop = parted(kind)
+        tables = [table for table in island.node.measured if table.kind == whole]
         if not tables or self.mesh.size(names) == 1:
             return (), ()
         own = max(group_layouts(island, self.mesh, names, hop), key=lambda scope: scope.nodes)
 
         def unlike(table: MeasuredCollective) -> tuple[bool, float, float]:
-            across = (table.nodes > 1) != (own.nodes > 1)
-            return across, abs(math.log(table.ranks / own.ranks)), abs(math.log(table.nodes / own.nodes))
+            apart = 0.0 if island.torus else abs(math.log(table.nodes / own.nodes))
+            across = not island.torus and (table.nodes > 1) != (own.nodes > 1)
+            return across, abs(math.log(table.ranks / own.ranks)), apart
 
-        table = min(tables, key=unlike)
-        if unlike(table)[0]:
+        like = min(tables, key=unlike)
+        if unlike(like)[0]:
             return (), ()
-        plain = replace(island.node, measured=())
-        alone = Cluster((replace(island, node=plain, nodes=table.nodes, per_node=table.ranks // table.nodes, torus=()),))
-        formula = Network(alone, Mesh.of(a=table.ranks))
-        logs = [math.log(s / formula.seconds(kind, "a", b)) for b, s in zip(table.bytes_, table.seconds, strict=True)]
-        return [math.log(b) for b in table.bytes_], logs
+        formula = Network(Cluster((replace(island, node=replace(island.node, measured=())),)), self.mesh)
+        same = bool(island.torus) and like.ranks == own.ranks  # in a torus the price of a group is that of its place
+        rows = sorted(row for table in tables if (table.ranks, unlike(table)) == (like.ranks, unlike(like))
+                      for row in _measured(table, island, partial(formula.seconds, kind, tuple(names)) if same else None))
+        return [log for log, _ in rows], [math.log(ratio) for _, ratio in rows]
 
     def terms(self, kind: str, axes: str | tuple[str, ...]) -> tuple[tuple[float, float], ...]:
         """(seconds per byte, latency seconds) of every algorithm: worst group of these axes."""
@@ -233,6 +234,27 @@ class Network:
             exchange = _torus_exchange(self.cluster.island, self.mesh, names, hop)
             priced = [tuple((exchange, delay) for _, delay in terms) for terms in priced]
         return max(priced, key=lambda terms: min(b * 1e8 + delay for b, delay in terms))
+
+
+def _measured(
+    table: MeasuredCollective, island: Island, formula: Callable[[float], float] | None = None
+) -> list[tuple[float, float]]:
+    """(logarithm of bytes, measured over formula) of a table; ``formula``: seconds of so many bytes, if not those of a group
+    that is alone."""
+    if formula is None:
+        dims = balanced(table.ranks, len(island.torus)) if island.torus else ()
+        plain = replace(island.node, measured=())
+        alone = Cluster((replace(island, node=plain, nodes=table.nodes, per_node=table.ranks // table.nodes, torus=dims),))
+        formula = partial(Network(alone, Mesh.of(a=table.ranks)).seconds, table.kind, "a")
+    return [(math.log(b), s / formula(b)) for b, s in zip(table.bytes_, table.seconds, strict=True)]
+
+
+def unevenly_measured(island: Island) -> float:
+    """By how much more of its share than a smaller message a large one takes at most, by the node's tables; at least 1."""
+    alike: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for table in island.node.measured:
+        alike.setdefault((table.kind, table.ranks, table.nodes), []).extend(_measured(table, island))
+    return max(map(falls, alike.values()), default=1.0)
 
 
 def parted(kind: str) -> tuple[str, str]:

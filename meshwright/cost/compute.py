@@ -27,13 +27,14 @@ attention), calibration and known error in docs/costs.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from meshwright.cost.cluster import Device
+from meshwright.cost.tables import falls
 from meshwright.ir.declared.operator import Operator, Operators, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.sharding import DTYPE_NAMES
@@ -146,38 +147,57 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
     about as many FLOPs are."""
     if min(batch, m, n, k) == 0:
         return 0.0
-    points = [
-        (math.log(math.prod(shape)), shape, seconds_)
-        for table in device.measured if table.dtype == DTYPE_NAMES.get(dtype) and not device.products
-        for shape, seconds_ in zip(table.shapes, table.seconds, strict=True)
-    ]
+    points = _products(DTYPE_NAMES.get(dtype), device)
     if not points:
         return _by_formula(batch, m, n, k, dtype, device, aligned)
-    known = {shape: seconds_ for _, shape, seconds_ in points}
+    known = dict(points)
     if batch == 1 and (m, n, k) in known:
         return known[m, n, k]
-    pairs = [(size, seconds_ / _by_formula(1, *shape, dtype, device, _aligned(*shape[1:], dtype)))
-             for size, shape, seconds_ in points]
-    return _ratio(math.log(batch * m * n * k), pairs) * _by_formula(batch, m, n, k, dtype, device, aligned)
+    return _ratio(math.log(batch * m * n * k), _over_formula(points, dtype, device)) * _by_formula(
+        batch, m, n, k, dtype, device, aligned
+    )
+
+
+def _products(name: str | None, device: Device) -> list[tuple[tuple[int, int, int], float]]:
+    """(shape, seconds) of the products that were measured in a dtype; none where they run in another format."""
+    return [row for table in device.measured if table.dtype == name and not device.products
+            for row in zip(table.shapes, table.seconds, strict=True)]
+
+
+def _over_formula(
+    points: Iterable[tuple[tuple[int, int, int], float]], dtype: torch.dtype, device: Device
+) -> list[tuple[float, float]]:
+    """(logarithm of the size, measured over formula) of products."""
+    return [(math.log(math.prod(shape)), seconds_ / _by_formula(1, *shape, dtype, device, _aligned(*shape[1:], dtype)))
+            for shape, seconds_ in points]
 
 
 def least_measured(device: Device) -> float:
     """The least of measured over formula in the device's tables of products, at most 1."""
-    ratios = [1.0]
-    for table in device.measured:
-        dtype = next(one for one, name in DTYPE_NAMES.items() if name == table.dtype)
-        ratios += [s / _by_formula(1, *shape, dtype, device, _aligned(*shape[1:], dtype))
-                   for shape, s in zip(table.shapes, table.seconds, strict=True)]
-    return min(ratios)
+    curves = [_over_formula(_products(name, device), dtype, device) for dtype, name in DTYPE_NAMES.items()]
+    return min([1.0, *(ratio for curve in curves for _, ratio in curve)])
+
+
+def unevenly_measured(device: Device) -> float:
+    """By how much more of its share than a smaller one a large call takes at most, by the device's tables: 1 where small ones
+    take no less than the formula has it, as without any."""
+    streams = {(table.kind, table.dtype) for table in device.streams}
+    attentions = {(table.dtype, table.causal) for table in device.attentions}
+    curves = [_over_formula(_products(name, device), dtype, device) for dtype, name in DTYPE_NAMES.items()]
+    curves += [_streamed(*key, device) for key in streams]
+    curves += [curve for name, causal in attentions for curve in _attended(name, causal, device)]
+    return max(map(falls, curves), default=1.0)
 
 
 def _ratio(size: float, points: Iterable[tuple[float, float]]) -> float:
     """Measured over formula at the logarithm of a size, between its neighbours by their logarithms, beyond the ends as there;
-    1 without points."""
-    ordered = sorted(points)
-    if not ordered:
+    the geometric mean of several of one size; 1 without points."""
+    logs: dict[float, list[float]] = {}
+    for at, ratio in sorted(points):
+        logs.setdefault(at, []).append(math.log(ratio))
+    if not logs:
         return 1.0
-    return math.exp(float(np.interp(size, [at for at, _ in ordered], [math.log(ratio) for _, ratio in ordered])))
+    return math.exp(float(np.interp(size, list(logs), [sum(same) / len(same) for same in logs.values()])))
 
 
 def _moved(kind: str, bytes_: float, dtype: torch.dtype, device: Device) -> float:
@@ -185,12 +205,15 @@ def _moved(kind: str, bytes_: float, dtype: torch.dtype, device: Device) -> floa
     plain = bytes_ / memory_speed(device)
     if not device.streams or not bytes_:
         return plain
-    name, speed = DTYPE_NAMES.get(dtype), memory_speed(device)
-    return plain * _ratio(math.log(bytes_), (
-        (math.log(size), seconds_ * speed / size)
-        for table in device.streams if table.kind == kind and table.dtype == name
-        for size, seconds_ in zip(table.bytes_, table.seconds, strict=True)
-    ))
+    return plain * _ratio(math.log(bytes_), _streamed(kind, DTYPE_NAMES.get(dtype), device))
+
+
+def _streamed(kind: str, name: str | None, device: Device) -> list[tuple[float, float]]:
+    """(logarithm of bytes, measured over formula) of a kind of work that is bound by memory."""
+    speed = memory_speed(device)
+    return [(math.log(size), seconds_ * speed / size)
+            for table in device.streams if table.kind == kind and table.dtype == name
+            for size, seconds_ in zip(table.bytes_, table.seconds, strict=True)]
 
 
 def _by_formula(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device, aligned: bool = True) -> float:
@@ -248,8 +271,11 @@ def _kernels(operator: Operator, work: Work) -> tuple[int, int]:
 
 def attention_flops(work: Work, operator: Operator | None = None) -> float:
     """Forward FLOPs: q k^T and p v, half where causal, of a window what it looks at."""
+    return _attention_flops(work, None if operator is None else operator.cost.looked)
+
+
+def _attention_flops(work: Work, looked: Callable[[Work], float] | None) -> float:
     query, key, value = work.operands[:3]
-    looked = None if operator is None else operator.cost.looked
     keys = looked(work) if looked is not None else key[-2] * (0.5 if is_causal(work) else 1.0)
     return 2.0 * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
@@ -262,34 +288,48 @@ def is_causal(work: Work) -> bool:
 def _attention(operator: Operator, work: Work, device: Device) -> tuple[float, float]:
     """As measured where a table has that shape, else the formula scaled as the table's calls of about as many FLOPs are; what
     looks through a window counts as causal."""
-    forward, backward = _attention_by_formula(operator, work, device)
+    forward, backward = _attention_by_formula(operator.cost.looked, work, device)
     name, causal = DTYPE_NAMES.get(work.makes), operator.cost.looked is not None or is_causal(work)
     tables = [table for table in device.attentions if table.dtype == name and table.causal == causal]
     if not tables or not forward:
         return forward, backward
-    ahead, back = [], []
-    plain = replace(operator, cost=replace(operator.cost, looked=None))
-    for table in tables:
-        for (batch, heads, queries, keys, head), *measured in zip(table.shapes, table.forward, table.backward, strict=True):
-            sides = ((batch, heads, queries, head), (batch, heads, keys, head), (batch, heads, keys, head))
-            call = replace(work, operands=sides, results=sides[:1], needs=None, args=(None,) * 5 + (causal,), kwargs=())
-            formula, size = _attention_by_formula(plain, call, device), math.log(attention_flops(call))
-            ahead.append((size, measured[0] / formula[0]))
-            back.append((size, measured[1] / formula[1]))
-    size = math.log(attention_flops(work, operator))
+    query, key, value = work.operands[:3]
+    if operator.cost.looked is None and len(query) == 4 and key == value == (*query[:2], key[2], query[3]):
+        own = (*query[:3], *key[2:])
+        for table in tables:
+            if own in table.shapes:
+                at = table.shapes.index(own)
+                return table.forward[at], table.backward[at]
+    size, (ahead, back) = math.log(attention_flops(work, operator)), _attended(name, causal, device)
     return forward * _ratio(size, ahead), backward * _ratio(size, back)
 
 
-def _attention_by_formula(operator: Operator, work: Work, device: Device) -> tuple[float, float]:
+def _attended(name: str | None, causal: bool, device: Device) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(logarithm of FLOPs, measured over formula) of attention, forward and backward."""
+    dtype = next((one for one, known in DTYPE_NAMES.items() if known == name), torch.float32)
+    ahead, back = list[tuple[float, float]](), list[tuple[float, float]]()
+    for table in device.attentions:
+        rows = zip(table.shapes, table.forward, table.backward, strict=True)
+        for (batch, heads, queries, keys, head), *measured in rows if (table.dtype, table.causal) == (name, causal) else ():
+            sides = ((batch, heads, queries, head), (batch, heads, keys, head), (batch, heads, keys, head))
+            call = Work(sides, sides[:1], dtype, dtype, args=(None,) * 5 + (causal,))
+            formula, size = _attention_by_formula(None, call, device), math.log(attention_flops(call))
+            ahead.append((size, measured[0] / formula[0]))
+            back.append((size, measured[1] / formula[1]))
+    return ahead, back
+
+
+def _attention_by_formula(
+    looked: Callable[[Work], float] | None, work: Work, device: Device
+) -> tuple[float, float]:
     query, key, value = work.operands[:3]
-    busy = attention_flops(work, operator) / device.flops(work.makes)
+    busy = _attention_flops(work, looked) / device.flops(work.makes)
     stream = sum(map(math.prod, (query, key, value, query))) * work.makes.itemsize / memory_speed(device)
     head, blocks = query[-1], math.prod(query[:-2]) * math.ceil(query[-2] / device.tile)
     shape = head / (head + device.tile / 4) * 1.25  # 1 at a head of ``tile``, less below it
     waves = blocks / device.units
     shape *= waves / math.ceil(waves) if blocks else 1.0
-    looked = operator.cost.looked  # of causal attention half of the keys in the mean
-    keys, ramp = (2 * looked(work), _RAMP[1]) if looked is not None else (key[-2], _RAMP[is_causal(work)])
+    keys, ramp = (2 * looked(work), _RAMP[1]) if looked is not None else (key[-2], _RAMP[is_causal(work)])  # half of them seen
     shape *= keys / (keys + ramp) if keys else 1.0
     forward = max(busy / (device.attention_forward * shape), stream) if busy else 0.0
     backward = max(2.5 * busy / (device.attention_backward * shape), 2.5 * stream) if busy else 0.0

@@ -7,8 +7,9 @@ has units of its own and limits far beyond any machine, so that no price overflo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -163,11 +164,25 @@ Read = TypeVar("Read")
 def read_tables(
     name: str, owner: Mapping[str, Any], key: str, read: Callable[[str, Mapping[str, Any]], Read]
 ) -> tuple[Read, ...]:
-    """The measured tables that a device or node has under a name. Raises ClusterError."""
+    """The measured tables that a device or node has under a name. Raises ClusterError, also for what two rows measure."""
     found = owner.get(key, [])
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
         raise ClusterError(f"{name!r}: {key} are tables of their own, each under [[...{name}.{key}]]")
-    return tuple(read(name, one) for one in found)
+    tables = tuple(read(name, one) for one in found)
+    seen = set[tuple[Any, ...]]()
+    for row in (row for table in tables for row in _rows(table)):
+        if row in seen:
+            what, at = ", ".join(map(str, row[:-1])), list(row[-1]) if isinstance(row[-1], tuple) else f"{row[-1]:g} bytes"
+            raise ClusterError(f"{name!r}, {key}: {at} ({what}) stands there twice; leave one, or give their mean")
+        seen.add(row)
+    return tables
+
+
+def _rows(table: Any) -> Iterator[tuple[Any, ...]]:
+    """What each row of a measured table is of."""
+    columns = list(vars(table).values())
+    of = [one for one in columns if not isinstance(one, tuple)]
+    yield from ((*of, at) for at in next(one for one in columns if isinstance(one, tuple)))
 
 
 def _column(entry: Mapping[str, Any], key: str, where: str, quantity: Quantity = SECONDS) -> tuple[float, ...]:
@@ -224,8 +239,6 @@ def read_module(name: str, entry: Mapping[str, Any]) -> MeasuredModule:
     if len(forward) != len(backward):
         raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
     points = _shapes(entry, ("samples", "tensor ranks", "tokens"), len(forward), where, "point")
-    if len(set(points)) < len(points):
-        raise ClusterError(f"{where}: a point stands there twice")
     return MeasuredModule(pattern, _dtype(entry, where), points, forward, backward)  # type: ignore[arg-type]
 
 
@@ -264,3 +277,17 @@ def read_collective(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:
                            "on every node")
     order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
     return MeasuredCollective(entry["kind"], ranks, nodes, tuple(bytes_[i] for i in order), tuple(seconds[i] for i in order))
+
+
+def falls(points: Iterable[tuple[float, float]]) -> float:
+    """The most by which (size, ratio) of a larger size, or of as large a one, is above that of a smaller; at least 1.
+
+    >>> falls([(1, 2.0), (2, 0.5), (3, 1.5)]), falls([(1, 2.0), (2, 1.0)]), falls([])
+    (3.0, 1.0, 1.0)
+    """
+    least, most = math.inf, 1.0
+    for _, equals in itertools.groupby(sorted(points), key=lambda point: point[0]):
+        ratios = [ratio for _, ratio in equals]
+        least = min(least, *ratios)
+        most = max(most, max(ratios) / least)
+    return most

@@ -240,8 +240,10 @@ class CandidateBounds:
     def _of_many(self, candidate: Candidate) -> MicrobatchSeconds | None:
         """One micro-batch's share of what the whole batch takes at once and, where experts are split, of what that adds on as
         many data ranks as there can be. Near ranks that exchange a sequence for heads save at most what it waits for without
-        them. Where modules were measured few samples may take less than their share, so nothing is said."""
-        if self.task.modules is not None:
+        them. Where few samples were measured to take less than their share, that much less is said, or nothing where experts
+        are split as well or modules were measured."""
+        falls, splits = self.task.falls, candidate.expert > 1 or candidate.folded
+        if falls == math.inf or (falls > 1.0 and splits):
             return None
         batch, tensor, context = batch_size(self.task.graph), candidate.tensor, candidate.context
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
@@ -249,7 +251,7 @@ class CandidateBounds:
         whole = self._placement((tensor, batch, context, 1, heads, False, False))
         if whole is None:
             return None
-        share, waits = candidate.samples / batch * (1 - ROUNDING), 0.0
+        share, waits = candidate.samples / batch * (1 - ROUNDING) / falls, 0.0
         if plain:
             waits = self._waits(tensor, batch, context)
         adds = self._splitting_adds(candidate, heads) * candidate.samples * (1 - ROUNDING)

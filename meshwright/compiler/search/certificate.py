@@ -75,7 +75,7 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if sweep.firm < bound * (1 - 1e-12):
         yield (f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch, exchanging a "
                "sequence for heads what it waits for without")
-    if sweep.limited or any(one.outcome == "does not fit" for one in sweep.seen):
+    if sweep.limited or sweep.task.falls > 1.0 or any(one.outcome == "does not fit" for one in sweep.seen):
         yield ("memory is what is counted block by block, and micro-batches other than those tried, powers of two and three "
                "times them, do not help")
 

@@ -582,8 +582,8 @@ class Sweep:
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
-        being faster, as long as more have helped; always where modules were measured, which may be slow in large pieces."""
-        helps = self.task.modules is not None or (limited and seconds < node.fewer)
+        being faster, as long as more have helped; always where what was measured is slow in large pieces."""
+        helps = self.task.falls > 1.0 or (limited and seconds < node.fewer)
         return self.bounds.later(node, seconds) if helps else []
 
 

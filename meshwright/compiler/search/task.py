@@ -16,6 +16,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import fixed_by
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.structure import Structure
+from meshwright.cost import collectives, compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import MLP
 from meshwright.ir.declared.precision import PRECISIONS
@@ -77,6 +78,15 @@ class Task:
     def modules(self) -> ModuleTimes | None:
         """What was measured of the graph's modules."""
         return ModuleTimes.of(self.graph, self.rules, self.cluster.device)
+
+    @cached_property
+    def falls(self) -> float:
+        """By how much less than its share of a large batch few samples take at most, as measured: 1 where nothing was measured
+        that says so, inf where modules were."""
+        if self.modules is not None:
+            return math.inf
+        island = self.cluster.island
+        return compute.unevenly_measured(island.device) * collectives.unevenly_measured(island)
 
     @cached_property
     def experts(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,17 +56,16 @@ class ModuleTimes:
         lengths = sequence_dims(graph, handed_on(graph), classes, batch)
         self._tokens = max((graph.values[name].shape[dim] for name, dim in lengths.items()), default=1)
         self._fused = dict(zip((op.name for op in graph.ops), compute.fusion(graph, rules.operators), strict=True))
-        inside: list[dict[str, list[Op]]] = [{} for _ in device.modules]
+        tables = self._tables()
+        inside: list[dict[str, list[Op]]] = [{} for _ in tables]
         self._of: dict[str, _Inside] = {}
         for op in graph.ops:
-            found = _named(op.module, device.modules)
+            found = _named(op.module, tables)
             if found is not None:
                 number, path = found
                 inside[number].setdefault(path, []).append(op)
                 self._of[op.name] = _Inside(number, _batch_factors(op, rules[op.name], classes, batch))
-        self._ratios = [
-            self._measured(table, list(calls.values())) for table, calls in zip(device.modules, inside, strict=True)
-        ]
+        self._ratios = [self._measured(table, list(calls.values())) for table, calls in zip(tables, inside, strict=True)]
         self._known: dict[tuple[int, float, int], tuple[float, float]] = {}
 
     @classmethod
@@ -103,10 +102,23 @@ class ModuleTimes:
         found = self._of.get(op.name)
         return -1 if found is None else found.table
 
+    def _tables(self) -> tuple[MeasuredModule, ...]:
+        """The tables of modules that compute in their dtype, those of the same modules as one."""
+        found: dict[tuple[str, str], MeasuredModule] = {}
+        for table in self.device.modules:
+            products = [op for op in self.graph.ops if self.rules.operators[op.target].kind == "matmul"
+                        and _named(op.module, [table]) is not None]
+            if all(DTYPE_NAMES.get(self.graph.values[op.inputs[0]].dtype) == table.dtype for op in products):
+                known = found.get(key := (table.module, table.dtype))
+                found[key] = table if known is None else replace(
+                    known, points=known.points + table.points, forward=known.forward + table.forward,
+                    backward=known.backward + table.backward,
+                )
+        return tuple(found.values())
+
     def _measured(self, table: MeasuredModule, calls: Sequence[Sequence[Op]]) -> Ratios:
-        """The ratios of a table to the mean of the calls that it names; none where they compute in another dtype."""
-        products = [op for ops in calls for op in ops if self.rules.operators[op.target].kind == "matmul"]
-        if not calls or any(DTYPE_NAMES.get(self.graph.values[op.inputs[0]].dtype) != table.dtype for op in products):
+        """The ratios of a table to the mean of the calls that it names."""
+        if not calls:
             return ()
         nearest = min({tokens for _, _, tokens in table.points}, key=lambda n: (abs(math.log(n / self._tokens)), n))
         found = []
@@ -144,13 +156,15 @@ class ModuleTimes:
 
 
 def _named(module: str, tables: Sequence[MeasuredModule]) -> tuple[int, str] | None:
-    """The table that names a module or, of several, the innermost of what is around it; and that module's path."""
+    """The table that names a module or, of several, the innermost of what is around it, and of several of that the one with the
+    fewest "*"; and that module's path."""
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         path = ".".join(parts[:length])
-        for number, table in enumerate(tables):
-            if path.count(".") == table.module.count(".") and fnmatch.fnmatchcase(path, table.module):
-                return number, path
+        found = [(table.module.count("*"), number) for number, table in enumerate(tables)
+                 if path.count(".") == table.module.count(".") and fnmatch.fnmatchcase(path, table.module)]
+        if found:
+            return min(found)[1], path
     return None
 
 
