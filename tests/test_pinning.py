@@ -605,6 +605,28 @@ def test_an_operator_that_is_pinned_over_an_axis_is_planned_on_meshes_that_have_
             make_plan(graph("mixtral"), where, Pins.of(pins))
 
 
+@pytest.mark.parametrize(("model", "cluster", "pins", "holds"), [
+    ("llama", "h100:1x4", {"tensors": {"model.layers.*.mlp.up_proj.weight": "[_@tp, _]"}}, {"tp": (2, 4)}),
+    ("llama", "h100:1x4", {"tensors": {"*.self_attn.k_proj.weight": "[_@tp, _]"}, "tp": [1, 2, 4]}, {"tp": (2, 4)}),
+    ("llama", "h100:1x4", {"dp": 2, "tp": 1, "cp": [2, 1], "operators": {"model.layers.0.mlp.up_proj:linear": "dp=b0"}},
+     {"pp": (2,)}),
+    ("mixtral", "h100:1x4", {"tensors": {"model.layers.*.mlp.experts.gate_up_proj": "[_@ep, _, _]"}}, {"ep": (2, 4)}),
+    ("mixtral", "h100:1x4", {"dp": 4, "tp": 1, "tensors": {"model.layers.*.mlp.experts.down_proj": "[_@ep, _, _]"}},
+     {"ep": (2, 4)}),
+])
+def test_a_degree_that_cannot_obey_a_pin_leaves_those_that_can(
+    model: str, cluster: str, pins: Mapping[str, Any], holds: Mapping[str, tuple[int, ...]]
+) -> None:
+    """A weight that is pinned over an axis is planned with what degrees have it, whatever others cannot."""
+    plan = make_plan(graph(model), Cluster.parse(cluster), Pins.of(pins))
+    assert all(plan.mesh.size(axis) in sizes for axis, sizes in holds.items())
+
+
+def test_where_no_degree_can_obey_a_pin_it_is_refused() -> None:
+    with pytest.raises(PinError, match=r"up_proj.weight': '\[_@dp, _\]' cannot be: aten.linear.default of model.layers.0.mlp"):
+        make_plan(graph("llama"), Cluster.parse("h100:1x4"), Pins(tensors={"model.layers.*.mlp.up_proj.weight": "[_@dp, _]"}))
+
+
 def test_a_pin_that_decides_nothing_is_noted() -> None:
     plan = make_plan(graph("llama"), Cluster.parse("cpu:1x2"), Pins(dp=1, tp=2, zero=3))
     assert [note for note in plan.notes if "zero=3 decides nothing" in note]

@@ -41,7 +41,7 @@ from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, dearer, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
-from meshwright.compiler.placement.pinned import told_apart
+from meshwright.compiler.placement.pinned import read_pin, told_apart
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.reader import LIGHT, SolutionReader
 from meshwright.compiler.placement.rows import (
@@ -188,8 +188,10 @@ class Placements:
         return more if more < math.inf else 0.0  # there is no call that splits them: no placement either
 
     def _shares(self, expert: int, folded: bool) -> bool:
-        """Whether experts are split that are priced apart: nothing is held, and none are read by products."""
-        return (expert > 1 or folded) and not (self.fixed or self.structure.stacked.products)
+        """Whether experts are split that are priced apart: nothing is held, none are read by products, and no weight is pinned
+        that ranks which have all experts cannot have."""
+        named = any(EP in axes for text in self.pins.tensors.values() for axes in read_pin(text)[0].dims)
+        return (expert > 1 or folded) and not (self.fixed or self.structure.stacked.products or named)
 
     def _ranks(
         self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, data: int

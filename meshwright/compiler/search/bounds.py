@@ -133,14 +133,14 @@ class CandidateBounds:
     """Bounds of the candidates of one task; remembers the placements that these rest on.
 
     graph: of the task, cut between its layers if only a pipeline can serve the pins and no two layers are alike
-    refused: why a placement that cannot be has none, the last one
+    refused: why a placement that cannot be has none, the last one; of pins where some are why
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
         self.counts = Counts()
-        self.refused: PlanError | None = None
+        self.refused: PinError | PlanError | None = None
         self._missed: tuple[int, int, Branch] | None = None
         self._numbers = itertools.count()
         self._known: dict[Placing, Placement | None] = {}
@@ -378,21 +378,24 @@ class CandidateBounds:
         try:
             self.placements.accumulate(microbatches, ranks)
         except PlanError as error:
-            self.refused = error
+            self._refuse(error)
             return False
         return True
+
+    def _refuse(self, error: PinError | PlanError) -> None:
+        """Keep why candidates have no placement: a pin that none of those that were left obeys goes before the rest."""
+        if isinstance(error, PinError) or not isinstance(self.refused, PinError):
+            self.refused = error
 
     def _placement(self, key: Placing) -> Placement | None:
         if key not in self._known:
             built = self.placements.built
             try:
                 self._known[key] = self.placements.of(*key)
-            except PinError as error:
-                if key[4] == 1 or self.task.pins.ulysses is not None:
-                    raise
-                self._known[key], self.refused = None, PlanError(str(error))
-            except PlanError as error:  # something in the model needs the whole batch at once
-                self._known[key], self.refused = None, error
+            except (PinError, PlanError) as error:  # what needs the whole batch at once; ranks that cannot obey a pin
+                open_ = key[4] > 1 and self.task.pins.ulysses is None
+                self._known[key] = None
+                self._refuse(PlanError(str(error)) if open_ else error)
             choices = self.placements.built - built
             self.evaluator.work["placement" if choices else "experts shared out"] += 1
             self.evaluator.work["choice of a placement"] += choices

@@ -351,9 +351,9 @@ class Sweep:
                 self._solve(missed)
         if self._nearest is not None:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
-        if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):
-            return self._refused
         unclear: list[PinError | PlanError | None] = [*self._refused_free, self._refused, self.bounds.refused]
+        if (clear := next((e for e in unclear[-2:] if isinstance(e, PinError | OutOfMemoryError)), None)) is not None:
+            return clear
         text = f"no layout of {self.task.cluster} runs this model under the pins ({self.task.pins}); change these, or the batch"
         return next((error for error in unclear if error is not None), PlanError(text))
 
