@@ -26,6 +26,7 @@ from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.dims import batch_size
+from meshwright.compiler.structure.measured import unused_tables
 from meshwright.compiler.structure.microbatch import read_apart, split_counts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at, start_of
 from meshwright.cost.catalogue import catalogue
@@ -145,7 +146,8 @@ def _made(
     return replace(
         _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
         devices=described(cluster),
-        notes=(*notes, *_imbalance(plan), *_of_whole_batch(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes),
+        notes=(*notes, *_imbalance(plan), *_of_whole_batch(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes,
+               *unused_tables(plan.graph, rules, cluster.device)),
         registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )

@@ -115,7 +115,10 @@ def test_layers_of_other_tables_are_told_apart(graph: Graph, tmp_path: Path) -> 
 def test_another_dtype_or_model_is_left_alone(graph: Graph, tmp_path: Path) -> None:
     plain = layer(graph, Cluster.parse("a100-80g:1x4"), 1, 2)
     for old, new in (('"f32"', '"bf16"'), ("model.layers", "encoder.layers")):
-        assert layer(graph, cluster_of(tmp_path, MODULES.replace(old, new)), 1, 2) == plain
+        cluster = cluster_of(tmp_path, MODULES.replace(old, new))
+        assert layer(graph, cluster, 1, 2) == plain
+        assert len(make_plan(graph, cluster, Pins(tp=1, pp=1)).notes) == 2
+    assert not make_plan(graph, cluster_of(tmp_path, MODULES), Pins(tp=1, pp=1)).notes
 
 
 def test_tables_of_one_module_are_one_and_those_of_another_dtype_hide_none(graph: Graph, tmp_path: Path) -> None:

@@ -67,7 +67,12 @@ def test_a_profile_is_a_cluster_whose_prices_are_what_was_measured(tmp_path, qui
     attend = next(op for op in graph.ops if operators[op.target].kind == "attention")
     both = dict(found.rows(("attentions", "f32", True)))[4, 2, 8, 8, 8]
     assert compute.seconds(operators[attend.target], Work.of(attend, graph), device) == pytest.approx(both, rel=1e-4)
-    assert mw.plan(model, Cluster.from_toml(path), example, pins={"recompute": "none"}).predicted.step_seconds > 0
+    plan = mw.plan(model, Cluster.from_toml(path), example, pins={"recompute": "none"})
+    assert plan.predicted.step_seconds > 0
+    assert not plan.notes
+    notes = mw.plan(model, Cluster.from_toml(path), example, precision="bf16").notes
+    assert [note.partition(":")[0] for note in notes] == ["products", "attention"]
+    assert all("measured in f32 and computed in bf16" in note for note in notes)
 
 
 def test_what_is_left_out_is_counted(quickly):
@@ -95,7 +100,7 @@ def test_the_command_says_what_it_wrote(tmp_path, quickly):
     words = ["profile", f"{path}:build", "--out", str(tmp_path / "mine.toml"), "--seconds", "1", "--name", "office"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert "measurements written to" in result.output
+    assert "mine.toml, for plans of --precision fp32" in result.output.replace("\n", "")
     assert Cluster.from_toml(tmp_path / "mine.toml").device.name == "office"
     result = CliRunner().invoke(app, [*words[:-1], "two words"])
     assert result.exit_code == 2

@@ -156,7 +156,7 @@ def profile_command(
             print_json({"file": str(out), "measured": found.measured, "left_out": found.left_out})
         else:
             left = "".join(f"; {count} calls left out {reason}" for reason, count in found.left_out.items())
-            typer.echo(f"{found.measured} measurements written to {out}{left}")
+            typer.echo(f"{found.measured} measurements written to {out}, for plans of --precision {precision}{left}")
 
 
 def _part(report: Report, name: str, done: int, all_: int) -> Report:

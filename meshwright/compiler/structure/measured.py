@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -153,6 +153,37 @@ class ModuleTimes:
         )
         operator, fused = self.rules.operators[op.target], self._fused[op.name]
         return compute.seconds(operator, Work.of(op, self.graph, *shapes), self.device, fused)
+
+
+def unused_tables(graph: Graph, rules: Rules, device: Device) -> Iterator[str]:
+    """In words, what was measured on a device and no price of the graph is made of: of another dtype, or of other modules."""
+    made: dict[str, set[str]] = {}
+    named = dict[str, set[str]]()
+    for op in graph.ops:
+        kind, value = rules.operators[op.target].kind, graph.values[op.inputs[0]] if op.inputs else None
+        if value is not None and kind in ("matmul", "attention"):
+            name = device.products if kind == "matmul" and device.products else DTYPE_NAMES.get(value.dtype, "another dtype")
+            made.setdefault(kind, set()).add(name)
+        for table in device.modules:
+            if _named(op.module, [table]) is not None:
+                own = named.setdefault(table.module, set())
+                own.update({DTYPE_NAMES.get(value.dtype, "")} if value is not None and kind == "matmul" else ())
+    for what, kind, tables in (("products", "matmul", device.measured), ("attention", "attention", device.attentions)):
+        yield from _in_another(what, {table.dtype for table in tables}, made.get(kind, set()))
+    for module in dict.fromkeys(table.module for table in device.modules):
+        dtypes = {table.dtype for table in device.modules if table.module == module}
+        if module in named:
+            yield from _in_another(f"calls of {module}", dtypes, named[module])
+        else:
+            yield f"what was measured of {module} on {device.name} is of no module of this model"
+
+
+def _in_another(what: str, measured: Collection[str], made: Collection[str]) -> Iterator[str]:
+    """In words, that something was measured in other dtypes than it is computed in."""
+    if measured and made and not set(measured).intersection(made):
+        here, there = (", ".join(sorted(names)) for names in (made, measured))
+        yield (f"{what}: measured in {there} and computed in {here}, so that formulas price it; measure it in {here}, or plan "
+               f"with the precision of {there}")
 
 
 def _named(module: str, tables: Sequence[MeasuredModule]) -> tuple[int, str] | None:
