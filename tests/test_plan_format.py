@@ -17,14 +17,15 @@ from torch import nn
 import meshwright
 import meshwright as mw
 from meshwright.compiler.rules.book import builtin_rules
+from meshwright.cost.cluster import Cluster
 from meshwright.ir import rule
 from meshwright.ir.graph import Graph, map_refs
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.reading.unfold import LARGEST_TEXT, unfolded
 from meshwright.ir.serialize import plan_hash, plan_to_dict, program_to_dict
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.plans import plan_text, plan_to_file
-from meshwright.planner import cluster_in, described
+from meshwright.planner import cluster_in, described, reprice
 from meshwright.programs import checked_program
 from meshwright.rules import rules_of
 from meshwright.views.report import render
@@ -229,6 +230,21 @@ def test_loading_prices_again_what_is_stale(tmp_path: Path) -> None:
     assert again.stale
     assert "not priced again" in again.notes[-1]
     assert again.predicted.step_seconds == 100.0
+
+
+def test_a_pipeline_over_links_without_end_is_read_and_not_priced(tmp_path: Path) -> None:
+    path, cluster = tmp_path / "plan.json", tmp_path / "mine.toml"
+    cluster.write_text('[cluster]\ndevices = "mine:1x2"\n[device.mine]\nlike = "a100"\nmemory = '
+                       '{value = 70, unit = "GB", source = "label"}\n')
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    plan = mw.plan(model, Cluster.from_toml(cluster), ((torch.randn(8, 8),), {}), loss_fn=torch.sum, pins={"pp": 2})
+    plan.save(path)
+    data = json.loads(path.read_text())
+    data["decisions"]["devices"][0]["node"]["link_latency"] = 1e308
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="the plan cannot be priced"):
+        reprice(Plan.load(path))
+    assert "not priced again" in mw.load_plan(path).notes[-1]
 
 
 @pytest.mark.parametrize(("part", "name", "value"), [

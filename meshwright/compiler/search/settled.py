@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from meshwright.compiler.pipeline.stages import StageError
 from meshwright.compiler.placement.fixed import FixedDecisions, variant_of
 from meshwright.compiler.placement.pinned import fixed_by, kept_by
 from meshwright.compiler.placement.placement import Placements
@@ -46,7 +47,7 @@ def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
             predicted = held_layout(task, layout, plan.schedule.microbatches)
         else:
             predicted = _of_stages(task, plan)
-    except PinError as error:
+    except (PinError, StageError) as error:
         raise PlanError(f"the plan cannot be priced: {error}") from error
     found = replace(plan, cluster=str(task.cluster), predicted=predicted)
     return replace(found, predicted=fits(found))
@@ -62,7 +63,7 @@ def stretched(task: Task, plan: Plan, times: float) -> Prediction:
     task = replace(task, graph=plan.graph, pins=Pins(), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
     try:
         made = Plans(task).of(_evaluation(task, plan, times)).predicted
-    except PinError as error:
+    except (PinError, StageError) as error:
         raise PlanError(f"the plan cannot be priced: {error}") from error
     assert made is not None
     return made
