@@ -167,6 +167,19 @@ def test_no_pins_lead_below_the_bound_beyond_powers_of_two() -> None:
     assert min(map(seconds, found)) >= proof.bound_seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("cluster", ["a100@pcie4:1x4", "h100@pcie4:2x2"])
+def test_no_way_to_keep_parameters_leads_below_the_bound_of_a_pipeline(cluster: str) -> None:
+    """What is gathered waits at the ends of a pipeline where what is reduced hides in its bubble: their sum decides nothing."""
+    graph = graph_of(Stack(4, 256), 16, 64, 256)
+    pins = {"tp": 1, "pp": 2, "microbatches": 1}
+    best = make_plan(graph, Cluster.parse(cluster), Pins.of(pins), precision="bf16")
+    assert best.certificate is not None
+    for zero in range(4):
+        with suppress(PinError, PlanError):
+            one = make_plan(graph, Cluster.parse(cluster), Pins.of({**pins, "zero": zero}), precision="bf16", gap=0.0)
+            assert seconds(one) >= best.certificate.bound_seconds * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(
     ("pins", "holds"),
     [

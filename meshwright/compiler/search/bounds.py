@@ -402,7 +402,8 @@ class CandidateBounds:
         return self._known[key]
 
     def keep(self, node: Branch) -> list[Branch]:
-        """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once."""
+        """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once; of a pipeline in
+        each part of the time, for some of it may lie in the bubble and some not."""
         candidate, placement = node.candidate, self.placement_of(node)
         found: list[tuple[float, float, int, int, Units]] = []
         for zero, shard in variants_of(candidate, self.task.cluster, self.task.pins):
@@ -413,15 +414,15 @@ class CandidateBounds:
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
                 continue
-            once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())  # what inputs alone make is the same
-            found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
+            found.append((candidate.microbatches * units.work + sum(_once(units)), _held(units), zero, shard, units))
         found.sort(key=lambda variant: variant[:4])
         kept: list[Branch] = []
-        least, slack = float("inf"), placement.slack
+        beaten, slack = list[tuple[float, ...]](), placement.slack
         for _, held, zero, shard, units in found:
-            if held >= least:
+            takes = held, *((units.work, *_once(units)) if candidate.pp > 1 else ())  # without stages their sum: found's order
+            if any(all(map(operator.le, other, takes)) for other in beaten):
                 continue
-            least = held
+            beaten.append(takes)
             work = _work(placement, units.work, float(units.weight.sum()), units.forward.tolist(), units.backward.tolist())
             run = floor(candidate, work, node.virtual[-1]) / slack
             bound = self.evaluator.step_of(candidate, placement, units, run) * slack
@@ -498,6 +499,11 @@ def _work(
 
 def _weight(placement: Placement) -> float:
     return sum(placement.rows[row].weight for row in placement.sequence)
+
+
+def _once(units: Units) -> tuple[float, float, float]:
+    """Seconds that what is gathered, reduced and updated once a step takes; what inputs alone make is the same for all."""
+    return float(units.gather.sum()), float(units.reduce.sum()), float(units.optimizer.sum())
 
 
 def _held(units: Units) -> float:
