@@ -391,6 +391,8 @@ def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
     assert (few.pp, few.tp, few.dp, world) == (2, 2, 1, 4)  # stages stay longest
     assert left_out(plan, Mesh.of(pp=2, dp=1, tp=2)) == (["dp"], 8)
     assert smaller(plan, 1) == (Pins(pp=1, dp=1, tp=1, cp=1, recompute="full", microbatches=2), 1)
+    whole = replace(plan, schedule=replace(plan.schedule, microbatches=1))  # of what has no more, as with a batch norm
+    assert smaller(whole, 8)[0].microbatches == 1
     model, example = shrunken(llama, pins)
     assert model.config.num_attention_heads % 2 == 0
     assert example["input_ids"].shape == (16, 16)

@@ -53,7 +53,8 @@ def smaller(plan: Plan, processes: int) -> tuple[Pins, int]:
     if SHARD in mesh.axes and dp > 3 and not dp % 2 and zero:
         found["shard"] = 2
     if pp > 1 and pipeline is not None:
-        found |= {"schedule": pipeline.schedule, "virtual_stages": pipeline.stages // pipeline.degree, "microbatches": 2 * pp}
+        found |= {"schedule": pipeline.schedule, "virtual_stages": pipeline.stages // pipeline.degree,
+                  "microbatches": 2 * pp if plan.schedule.microbatches > 1 else 1}
     forms = {factor for one in plan.assignments.values() for factor in one.values() if factor in ATTENTION}
     if cp > 1 and len(forms) == 1:
         found["attention"] = forms.pop()
