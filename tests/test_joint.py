@@ -418,6 +418,22 @@ def test_the_gap_widens_as_the_limit_is_spent() -> None:
         assert run._cutoff == pytest.approx(fastest * (1 - gap))
 
 
+@pytest.mark.parametrize("needs", [50e9, 90e9])
+def test_what_is_proven_not_to_fit_bounds_nothing(needs: float) -> None:
+    """A mesh of which every plan needs more than there is, block by block, though it was counted to fit with blocks alike."""
+    run = search(llama(4, 1024, 64, 2048), "h100:1x2", 70 * GIB)
+    run.begin()
+    run.rest()
+    best = run.open[0]
+    assert best.candidate.pp == 1
+    before = run.bound
+    assert before <= best.seconds
+    error = OutOfMemoryError.of_layout(95e9, {}, best.degrees.mesh, 1, Cluster.parse("h100:1x2"), needs)
+    run.take(best, error, True)
+    assert error.proven == (needs > 80e9)
+    assert (run.bound > before) == error.proven
+
+
 def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds say little of which pipeline is fast where micro-batches are few; in the same time a better one is found."""
     found = []

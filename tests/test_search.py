@@ -489,6 +489,23 @@ def test_the_leanest_plan_bounds_nothing(first: float, beaten: bool, bound: floa
     assert found.bound_seconds == bound  # of the widest limit
 
 
+@pytest.mark.parametrize(("held", "again"), [(60.0, []), (64.0, []), (57.0, [0.995 * 60.0 * 100.0 / 57.0])])
+def test_more_room_is_asked_for_where_less_is_held_than_counted(held: float, again: list[float]) -> None:
+    """A pipeline that recomputes where that costs nothing fills no device however much room it is given: only a program that
+    holds less than was counted of it leaves room for more."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 60.0, 100.0))
+    begun = Counted(plan, 100.0, limited=True, bound_seconds=9.0, status="gap", settled=False)
+    asked = list[float]()
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        raise NoBetterError(8.0, limited=True)
+
+    found = fitted(begun, within, lambda one: replace(prediction_of(one), bytes_per_rank=held), Cluster.parse("h100:1x1"))
+    assert asked == pytest.approx(again)
+    assert found.bound_seconds == (8.0 if again else 9.0)
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)

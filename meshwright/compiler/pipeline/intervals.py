@@ -438,7 +438,8 @@ def _steps(bytes_: np.ndarray, work: np.ndarray) -> list[_Step]:
     nearly the same are one, the least of them."""
     found: dict[float, np.ndarray] = {}
     known: dict[bytes, list[tuple[float, float, int]]] = {}
-    for unit, (held, takes) in enumerate(zip(bytes_.T, work.T, strict=True)):
+    for unit in np.flatnonzero((bytes_ < bytes_[0]).any(axis=0)).tolist():
+        held, takes = bytes_[:, unit], work[:, unit]
         key = np.concatenate([held, takes]).tobytes()
         if key not in known:
             known[key] = hull(held, takes)

@@ -301,13 +301,17 @@ def fractional_bound(
     program.outside()
     program.limit(to_beat)
     divided = program.bound(to_beat)
-    if divided >= to_beat or not math.isfinite(to_beat) or np.count_nonzero(program.members > 1) != 1:
+    hopeless = not _WHOLE * to_beat <= divided < to_beat
+    if hopeless or not math.isfinite(to_beat) or np.count_nonzero(program.members > 1) != 1:
         return Bound(divided, "divided")
     return Bound(max(divided, program.whole_bound(to_beat)), "whole")
 
 
 _CASES = 20
 """Where units are whole, so many cases are told apart at most."""
+_WHOLE = 0.85
+"""Where divided units say less than this part of what is to be beaten, whole ones are not asked: they would not come to it
+(seen: they add an eighth at most), and the table's own bound comes next."""
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from meshwright.ir.schedules import Table
 
 _ROUNDS, _CLOSE = 40, 0.002
 """So many programs are solved at most; a bound that is so close to what was run is not raised."""
-_NUMBERS, _MANY = 300_000, 1_500_000
+_NUMBERS, _MANY, _LONG = 300_000, 1_500_000, 6_000_000
 """Programs end when they have had so many numbers, a fifth of a second; where a bound is to be sharp and no skeleton says most
-of it at once, some seconds."""
-_CASES = 20, 1000
+of it at once, some seconds; where there is time, four times as many."""
+_CASES = 20, 1000, 10_000
 """Where units are whole, so many cases are told apart: the fewest at first and where ranks alone are whole, then as many as
-take a second, by what those before took."""
+take a second, by what those before took; the most where there is time."""
 _LARGEST, _SMALL = 2500, 300
 """Rows of a program of whole units beyond which it is not solved: it takes seconds; rows where no bound is to be sharp."""
 _TURNS, _WAITS = 20, 3
@@ -52,12 +52,14 @@ _STILL, _MORE = 10, 0.0005
 
 class Sharp(IntEnum):
     """How sharp a timed bound is to be: left as it is where it cannot come to the cutoff, and where it takes long to; as sharp
-    as divided units make it; with whole numbers of them on ranks; in stages too, whose cuts lie in one place."""
+    as divided units make it; with whole numbers of them on ranks; in stages too, whose cuts lie in one place; with more time
+    for these."""
 
     QUICK = 0
     DIVIDED = 1
     RANKS = 2
     STAGES = 3
+    LONG = 4
 
 
 class TimedBound:
@@ -99,15 +101,16 @@ class TimedBound:
         if whole and len(program.parts) <= (_LARGEST if sharp >= Sharp.RANKS else _SMALL) and self.seconds < self.cutoff:
             program.make_ranks_whole()
             self._turn(_CASES[0], _NUMBERS)
-        if self.seconds >= self.cutoff or not (sharp is Sharp.STAGES or self._near):
+        if self.seconds >= self.cutoff or not (sharp >= Sharp.STAGES or self._near):
             return self.seconds
-        largest = _LARGEST if sharp is Sharp.STAGES else _SMALL
+        largest = _LARGEST if sharp >= Sharp.STAGES else _SMALL
         if len(program.parts) <= largest and not program.staged:
             program.make_stages_whole()
         if program.staged and len(program.parts) <= largest:
-            self._turn(_CASES[1], _MANY)
+            most, numbers = (_CASES[1], _MANY) if sharp < Sharp.LONG else (_CASES[2], _LONG)
+            self._turn(most, numbers)
             if self.seconds < self.cutoff and program.weigh():
-                self._turn(_CASES[1], _MANY)
+                self._turn(most, numbers)
         return self.seconds
 
     @property
@@ -146,7 +149,7 @@ class TimedBound:
             still = len(before) >= _WAITS and before[-1] <= before[-_WAITS] * (1 + _MORE)
             if still or (len(before) >= _WAITS and program.size > end) or program.size > end + _MANY:
                 break
-            cases, steps = min(most, int(np.clip(_MANY / self._each, *_CASES))), program.steps
+            cases, steps = int(np.clip(max(_MANY, numbers) / self._each, min(most, _CASES[0]), most)), program.steps
             try:
                 found, point = program.solved_whole(cases)
             except NoSolutionError:

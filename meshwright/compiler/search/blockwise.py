@@ -175,9 +175,11 @@ class _Limited:
             if rivals and self.looked < self.wide and error.bound <= self.wide:
                 return self.solve(self.wide)  # what fits may count more
             if error.solution is None or rivals:
-                raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, self.microbatches, task.cluster) from None
+                raise OutOfMemoryError.of_layout(
+                    error.least, {}, problem.mesh, self.microbatches, task.cluster, error.bound
+                ) from None
             plan, least = _plan(problem, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
-            return Counted(plan, least, True, self.floor, "gap", settled=False)
+            return Counted(plan, least, True, self.floor, "gap", settled=False, needs_bytes=error.bound)
         finally:
             if self.hint.at is not None:
                 self.known.ended[self.microbatches] = self.known.ended[self.layout] = self.hint.at, problem.kept

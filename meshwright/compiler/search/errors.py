@@ -39,17 +39,20 @@ class NoBetterError(Exception):
 
 class OutOfMemoryError(PlanError):
     """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` of all plans found,
-    ``capacity`` there is, ``bytes_`` of the plan that needs least by kind."""
+    ``capacity`` there is, ``bytes_`` of the plan that needs least by kind. Unless ``proven``, there may be one that fits."""
 
-    def __init__(self, message: str, least: float, capacity: float, bytes_: Mapping[str, float]) -> None:
+    def __init__(
+        self, message: str, least: float, capacity: float, bytes_: Mapping[str, float], proven: bool = False
+    ) -> None:
         super().__init__(message)
-        self.least, self.capacity, self.bytes_ = least, capacity, dict(bytes_)
+        self.least, self.capacity, self.bytes_, self.proven = least, capacity, dict(bytes_), proven
 
     @classmethod
     def of_layout(
-        cls, least: float, bytes_: Mapping[str, float], mesh: Mesh, microbatches: int, cluster: Cluster
+        cls, least: float, bytes_: Mapping[str, float], mesh: Mesh, microbatches: int, cluster: Cluster, needs: float = 0.0
     ) -> OutOfMemoryError:
-        """Of one layout, whose leanest plan needs ``least`` bytes; ``bytes_``: these by kind."""
+        """Of one layout, whose leanest plan needs ``least`` bytes; ``bytes_``: these by kind; ``needs``: counted bytes that
+        every plan of it is proven to need."""
         kinds = sorted(bytes_.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {bytes_text(value)}" for name, value in kinds if value)
         binding = f"; {kinds[0][0]} bind: {parts}" if kinds else ""
@@ -57,14 +60,15 @@ class OutOfMemoryError(PlanError):
         return cls(
             f"nothing fits {cluster}: the least memory any plan needs on mesh {mesh} with microbatches={microbatches} is "
             f"{bytes_text(least)} per device, {bytes_text(there)} are there{_free(cluster)}{binding}", least, there, bytes_,
+            proven=needs > there,
         )
 
     @classmethod
-    def of_plan(cls, plan: Plan, cluster: Cluster) -> OutOfMemoryError:
-        """Of the layout whose leanest plan, as predicted, does not fit."""
+    def of_plan(cls, plan: Plan, cluster: Cluster, needs: float = 0.0) -> OutOfMemoryError:
+        """Of the layout whose leanest plan, as predicted, does not fit; ``needs``: as in ``of_layout``."""
         assert plan.predicted is not None
-        held = plan.predicted
-        return cls.of_layout(held.bytes_per_rank, held.bytes_by_kind, plan.mesh, plan.schedule.microbatches, cluster)
+        held, count = plan.predicted, plan.schedule.microbatches
+        return cls.of_layout(held.bytes_per_rank, held.bytes_by_kind, plan.mesh, count, cluster, needs)
 
     @classmethod
     def of_candidate(cls, error: DoesNotFitError, cluster: Cluster, inputs: float) -> OutOfMemoryError:
@@ -78,7 +82,7 @@ class OutOfMemoryError(PlanError):
 
     def with_remedy(self, remedy: str) -> OutOfMemoryError:
         """The same error, saying what would fit."""
-        return OutOfMemoryError(f"{self}. Nearest change: {remedy}", self.least, self.capacity, self.bytes_)
+        return OutOfMemoryError(f"{self}. Nearest change: {remedy}", self.least, self.capacity, self.bytes_, self.proven)
 
     def smaller(self, batch: int, world: int) -> str:
         """What would fit when no pin stands in the way: a smaller batch, or else more or larger devices.

@@ -311,7 +311,7 @@ class Evaluator:
             paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths(table))
             bound = TimedBound(units, table, outside, room, known / slack, asked, paths, passed)
         seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
-        if Sharp.QUICK < sharp < Sharp.STAGES and not 0.0 < asked <= seconds:
+        if Sharp.QUICK < sharp < Sharp.LONG and not 0.0 < asked <= seconds:
             self._timed[key] = bound
         self.work["action of divided units"] += (bound.work[0] - runs) * candidate.microbatches * candidate.stages
         self.work["number of divided programs"] += bound.work[1] - numbers

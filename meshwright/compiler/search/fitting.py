@@ -5,6 +5,7 @@ percent, either way. So a plan is made within a limit of counted bytes, replayed
 until it fits and leaves little unused::
 
     next limit = limit x capacity / replayed bytes              (of a plan without a limit: what it counts)
+    of a plan that fits = counted x capacity / replayed bytes   (if that is no more than its limit, more room is of no use)
 
 The bound is that of the widest limit that was looked at.
 """
@@ -40,6 +41,7 @@ class Counted:
         than the device has, its own seconds: what is proven of it stands in the sweep, which may sharpen it
     status: of the search for it, as in ``Certificate``
     settled: whether its search has used what it was given, or would not use more
+    needs_bytes: counted bytes that every plan of the same candidate is proven to need; 0: nothing is known
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class Counted:
     bound_seconds: float
     status: str
     settled: bool
+    needs_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,18 @@ def fitted(
             if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
                 return proven(best)
         elif leanest:
-            raise OutOfMemoryError.of_plan(plan, cluster)
+            raise OutOfMemoryError.of_plan(plan, cluster, counted.needs_bytes)
         if best is not None and rounds >= ROUNDS:
             return proven(best)
         # of the leanest nothing is known but that less is too little, so what is asked next is no less, if it fits
         short = _SHORT if counted.limited and not leanest else 1.0
-        asked = counted.limit_bytes * short * predicted.capacity_bytes / predicted.bytes_per_rank
+        asked = short * predicted.capacity_bytes / predicted.bytes_per_rank
+        if best is not None and predicted.fits and counted.limited and not leanest:
+            asked *= prediction_of(counted.plan).bytes_per_rank
+            if asked <= counted.limit_bytes:
+                return proven(best)
+        else:
+            asked *= counted.limit_bytes
         try:
             counted = within(asked)
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:

@@ -57,14 +57,16 @@ _ALIKE, _PROVEN, _REST = 0.75, 0.9, 0.2
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
 without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
 least: what is left is for sharper bounds of what was solved."""
+_LONG = 0.7
+"""The longest proofs begin by this part of the limit: each may take a quarter of it."""
 _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.02, "choice of a placement": 0.0002, "experts shared out": 0.006, "variant": 0.0003, "alone": 0.001,
-    "packing": 0.001, "ranks alone": 0.018, "rank of divided units": 0.002, "rank of whole units": 0.007,
-    "stage to cut": 0.003, "stage cut": 1.2e-7,
-    "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
-    "number of divided programs": 7e-7, "stage glanced at": 1.5e-4, "operator of a plan": 3e-4,
+    "placement": 0.02, "choice of a placement": 0.0002, "experts shared out": 0.006, "variant": 5e-4, "alone": 0.003,
+    "packing": 0.001, "ranks alone": 0.021, "rank of divided units": 0.003, "rank of whole units": 0.006,
+    "stage to cut": 0.003, "stage cut": 4e-7,
+    "action simulated": 2e-8, "stage that does not fit": 0.004, "action of divided units": 4e-6,
+    "number of divided programs": 9e-7, "stage glanced at": 4.5e-4, "operator of a plan": 1.2e-4,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -145,18 +147,18 @@ class Sweep:
     @property
     def bound(self) -> float:
         """Seconds that no candidate goes below, as far as it was looked at."""
-        return min([self._proven, self._best, *(node.bound for node in self._left + self._cut)])
+        return min([self._proven, *(node.bound for node in self._left + self._cut)])
 
     @property
     def firm(self) -> float:
         """The same without the assumption of the level TENSOR."""
-        return min([self._proven, self._best, *(node.firm for node in self._left + self._cut)])
+        return min([self._proven, *(node.firm for node in self._left + self._cut)])
 
     @property
     def _proven(self) -> float:
         """Seconds that nothing that was solved without stages goes below; where a mesh was refined, what that proved."""
         alone = (self._refined.get(key, bound) for key, bound in self._alone.items())
-        return min([self._closed, *self._refined.values(), *alone])
+        return min([self._closed, *self._refined.values(), *alone, *(one.seconds for one in self.results)])
 
     @property
     def pruned(self) -> int:
@@ -167,11 +169,6 @@ class Sweep:
     def effort(self) -> float:
         """Nominal seconds of everything done so far."""
         return self._spent() + sum(_EFFORT[what] * count for what, count in self.bounds.evaluator.work.items())
-
-    @property
-    def _best(self) -> float:
-        """Seconds of the best of everything, whether its program fits or not."""
-        return min([*(one.seconds for one in self.solved[:1]), *(one.seconds for one in self.results)], default=_INF)
 
     @property
     def _incumbent(self) -> float:
@@ -309,13 +306,12 @@ class Sweep:
         """Put the plan of an evaluation in its place, or nothing if it does not fit or is not better; then solve what it had
         kept out. ``refined``: it is the best of all that its mesh and micro-batches can have, block by block."""
         self.open = [one for one in self.open if one is not found]
-        if isinstance(made, Fitted | NoBetterError):  # blocks that may differ can be faster than they all alike
-            if refined:
-                key = found.degrees.mesh, found.candidate.microbatches
-                self._refined[key] = min(self._refined.get(key, _INF), made.bound_seconds)
-                self.limited |= made.limited
-            else:
-                self._closed = min(self._closed, made.bound_seconds)
+        key = found.degrees.mesh, found.candidate.microbatches
+        if isinstance(made, Fitted | NoBetterError) and refined:  # blocks that may differ can be faster than they all alike
+            self._refined[key] = min(self._refined.get(key, _INF), made.bound_seconds)
+            self.limited |= made.limited
+        elif isinstance(made, Fitted | NoBetterError):
+            self._closed = min(self._closed, made.bound_seconds)
         if isinstance(made, Fitted):
             if refined:
                 self.near = max(self.near, found.seconds / made.seconds - 1)
@@ -325,6 +321,8 @@ class Sweep:
             self._nearest = self._nearest or made
         elif isinstance(made, OutOfMemoryError):
             self._refused = self._refused or made
+            if made.proven:  # only what is refined raises it
+                self._refined.setdefault(key, _INF)
         if self._swept:
             self._left = self._sweep(self._left, _PROVEN * self.limit)
             self._sharpen()
@@ -511,7 +509,8 @@ class Sweep:
         there is time: while others are looked for, no more is said of one than whether it may be better."""
         while self._cut and self.effort <= self.limit:
             node, others = self._cut[0], min([self._closed, self._cutoff, *(other.bound for other in self._left)])
-            if node.bound >= others or node.level is not Level.TIMED or node.sharp is Sharp.STAGES:
+            last = Sharp.LONG if self.effort <= _LONG * self.limit else Sharp.STAGES
+            if node.bound >= others or node.level is not Level.TIMED or node.sharp >= last:
                 break
             if node.sharp is Sharp.RANKS and not node.closely:  # before the dearest proof
                 heapq.heapreplace(self._cut, replace(node, closely=True))

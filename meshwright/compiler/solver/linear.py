@@ -179,10 +179,11 @@ class LinearProgram:
         proto.linear_constraints.ids.extend(range(len(self.parts)))
         proto.linear_constraints.lower_bounds.extend(self.lower)
         proto.linear_constraints.upper_bounds.extend(self.upper)
-        matrix = proto.linear_constraint_matrix
-        for row, (columns, weights) in enumerate(self.parts):
-            order = columns.argsort()
-            matrix.row_ids.extend([row] * len(columns))
+        if self.parts:
+            columns, weights = (np.concatenate(found) for found in zip(*self.parts, strict=True))
+            rows = np.repeat(np.arange(len(self.parts)), [len(part) for part, _ in self.parts])
+            order, matrix = np.lexsort((columns, rows)), proto.linear_constraint_matrix
+            matrix.row_ids.extend(rows.tolist())
             matrix.column_ids.extend(columns[order].tolist())
             matrix.coefficients.extend(weights[order].tolist())
         proto.objective.linear_coefficients.ids.extend(sorted(objective))
