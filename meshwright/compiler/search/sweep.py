@@ -57,8 +57,8 @@ _ALIKE, _PROVEN, _REST = 0.75, 0.9, 0.2
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
 without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
 least: what is left is for sharper bounds of what was solved."""
-_LONG = 0.7
-"""The longest proofs begin by this part of the limit: each may take a quarter of it."""
+_LONG = 5.7
+"""Nominal seconds that the longest proofs may take each: they begin where so many are left."""
 _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
@@ -509,7 +509,7 @@ class Sweep:
         there is time: while others are looked for, no more is said of one than whether it may be better."""
         while self._cut and self.effort <= self.limit:
             node, others = self._cut[0], min([self._closed, self._cutoff, *(other.bound for other in self._left)])
-            last = Sharp.LONG if self.effort <= _LONG * self.limit else Sharp.STAGES
+            last = Sharp.LONG if self.effort + _LONG <= self.limit else Sharp.STAGES
             if node.bound >= others or node.level is not Level.TIMED or node.sharp >= last:
                 break
             if node.sharp is Sharp.RANKS and not node.closely:  # before the dearest proof
