@@ -207,6 +207,31 @@ def test_every_bound_is_below_the_next(name: str, gib: float) -> None:
     assert checked > 30 if gib > 1 else crowded
 
 
+@pytest.mark.parametrize("cluster", ["a100@pcie4:2x4", "h100:2x4", "a10g:4x2"])
+def test_ways_to_keep_parameters_side_by_side_differ_by_no_more_than_said(cluster: str) -> None:
+    """A cut that is found for one of them, taken with the other, is longer by no more seconds, however long it takes."""
+    run = search(llama(6, 1024, 32), cluster, 12 * GIB).bounds
+    checked = 0
+    for candidate in candidates(run.graph, run.task.cluster, Pins(), len(run.evaluator.names))[::5]:
+        nodes = run.start([candidate])
+        for sharpen in (run.tensor, run.state, partial(run.place, to_beat=math.inf), partial(run.keep, to_beat=100.0)):
+            nodes = [child for node in nodes for child in sharpen(node)]
+        for node in nodes:
+            placement = run.placement_of(node)
+            for one in node.beside:
+                own, other = (degrees_of(candidate, each.shard) for each in (node, one.node))
+                assert node.bound <= one.node.bound
+                with suppress(DoesNotFitError):
+                    found = run.evaluator.run(candidate, other, one.node.zero, placement)
+                    kept = [replace(own.variant(node.zero), recompute=mark) for mark in found.recompute]
+                    same = run.evaluator.settled(candidate, own, node.zero, placement, found.boundaries, kept)
+                    assert max(same.memory) <= max(found.memory) * (1 + 1e-9)
+                    assert same.seconds <= found.seconds + one.less(found.seconds) + 1e-9
+                    assert one.less(0.5 * found.seconds) <= one.less(found.seconds) <= one.less(math.inf)
+                    checked += 1
+    assert checked > 10
+
+
 def test_closed_forms_are_below_the_simulated_pipeline() -> None:
     for name, pp, v, m in itertools.product(SCHEDULES, (2, 3, 4), (1, 2, 3), (1, 2, 4, 6, 12)):
         if illegal(name, pp, v, m) is not None:

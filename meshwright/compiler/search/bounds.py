@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,6 +62,9 @@ whose bound rests on this says so (``Branch.firm`` is the bound without)."""
 _ABOUT, _FAR = 0.05, 10_000
 """Bytes that differ by this part are about the same (chosen); more of these than there are."""
 
+_BESIDE = 0.02
+"""Ways to keep parameters are bounded together where one takes less than the other by this part at most (chosen)."""
+
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
 Placing = tuple[int, int, int, int, int, bool, bool]
@@ -95,6 +99,7 @@ class Branch:
     closely: whether it was cut for whatever is better than the incumbent
     later: of a free layout, the counts of micro-batches to try after this one
     fewer: of a free layout, the least seconds of the counts before, or what they take at least
+    beside: of a pipeline from the level KEPT on, other ways to keep its parameters, which the bound is of too
     """
 
     bound: float
@@ -109,6 +114,12 @@ class Branch:
     closely: bool = field(compare=False, default=False)
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
+    beside: tuple[Beside, ...] = field(compare=False, default=())
+
+    @property
+    def count(self) -> int:
+        """How many candidates it stands for, each way to keep parameters one."""
+        return len(self.virtual) * (1 + len(self.beside))
 
     def at(self, level: Level, bound: float) -> Branch:
         """The node at another level, whose bound rests on no assumption."""
@@ -116,9 +127,55 @@ class Branch:
 
     def part(self, virtual: Sequence[int], bound: float, number: int) -> Branch:
         """Some of the candidates; ``bound`` rests on no assumption."""
-        first = replace(self.candidate, virtual_stages=virtual[0])
+        first, beside = replace(self.candidate, virtual_stages=virtual[0]), self.beside
+        parts = tuple(one._replace(node=one.node.part(virtual, 0.0, one.node.number)) for one in beside)
         raised = self.at(self.level, bound)
-        return replace(raised, candidate=first, virtual=tuple(virtual), number=number)
+        return replace(raised, candidate=first, virtual=tuple(virtual), number=number, beside=parts)
+
+
+class Beside(NamedTuple):
+    """A way to keep parameters that takes little less than another one, if both are cut alike.
+    once: seconds [3, n] of every unit by which gathers, less what its optimizer is faster, reductions, and its optimizer may
+        take longer the other way; ``runs``: by which all micro-batches may; ``work``: [n], of all micro-batches
+    """
+
+    node: Branch
+    once: np.ndarray
+    runs: float
+    work: np.ndarray
+
+    @classmethod
+    def of(cls, node: Branch, units: Units, other: Units) -> Beside | None:
+        """Of a node and its units beside others; None if those hold more anywhere. Neither memory nor the schedule keeps them
+        from what these do then. What runs sooner may leave less time to hide what is gathered or reduced, and the slowest
+        optimizer is no slower than ``ratio`` times that of these units."""
+        held = [(one.state, one.state - one.summed, one.saved, one.pending, one.transient, one.behind, one.entered, one.left,
+                 -one.released) for one in (other, units)]
+        if any((a > b + 1e-9 * np.abs(b)).any() for a, b in zip(*held, strict=True)):
+            return None
+        both = [np.array([one.forward, one.backward - one.weight, one.weight]) for one in (other, units)]
+        later, sooner = (float(np.maximum(a - b, 0.0).sum()) for a, b in (both, both[::-1]))
+        ahead, gather, reduce, slower = (
+            np.maximum(getattr(other, name) - getattr(units, name), 0.0) for name in ("ahead", "gather", "reduce", "optimizer")
+        )
+        some = units.optimizer > 0.0
+        ratio = float((other.optimizer[some] / units.optimizer[some]).max(initial=0.0))
+        faster = units.optimizer * (1.0 - ratio if ratio < 1.0 and not slower.any() else 0.0)
+        count = node.candidate.microbatches
+        runs, work = count * later + sooner + float(ahead.sum()), count * (units.forward + units.backward)
+        return cls(node, np.array([gather - faster, reduce, slower]), runs, work)
+
+    def less(self, seconds: float) -> float:
+        """Seconds at most by which it takes less, if its step takes so many: a rank runs no more units than these leave time
+        for, and parts of units at most."""
+        found = self.runs
+        for each in self.once:
+            worth = np.flatnonzero(each > 0.0)
+            order = worth[np.argsort(-each[worth] / np.maximum(self.work[worth], 1e-300))]
+            before = np.cumsum(self.work[order]) - self.work[order]
+            part = np.clip((seconds - before) / np.maximum(self.work[order], 1e-300), 0.0, 1.0)
+            found += float((part * each[order]).sum())
+        return found
 
 
 @dataclass
@@ -228,7 +285,7 @@ class CandidateBounds:
         if node.level is Level.STATE:
             return self.place(node, to_beat)
         if node.level is Level.PLACEMENT:
-            return self.keep(node)
+            return self.keep(node, to_beat)
         return self.divide(node, to_beat) if node.level is Level.KEPT else [self.time(node, to_beat)]
 
     def tensor(self, node: Branch) -> list[Branch]:
@@ -401,9 +458,10 @@ class CandidateBounds:
             self.evaluator.work["choice of a placement"] += choices
         return self._known[key]
 
-    def keep(self, node: Branch) -> list[Branch]:
+    def keep(self, node: Branch, to_beat: float = math.inf) -> list[Branch]:
         """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once; of a pipeline in
-        each part of the time, for some of it may lie in the bubble and some not."""
+        each part of the time, for some of it may lie in the bubble and some not. What may take little less than another way
+        goes beside that."""
         candidate, placement = node.candidate, self.placement_of(node)
         found: list[tuple[float, float, int, int, Units]] = []
         for zero, shard in variants_of(candidate, self.task.cluster, self.task.pins):
@@ -416,7 +474,7 @@ class CandidateBounds:
                 continue
             found.append((candidate.microbatches * units.work + sum(_once(units)), _held(units), zero, shard, units))
         found.sort(key=lambda variant: variant[:4])
-        kept: list[Branch] = []
+        kept: list[tuple[Branch, Units]] = []
         beaten, slack = list[tuple[float, ...]](), placement.slack
         for _, held, zero, shard, units in found:
             takes = held, *((units.work, *_once(units)) if candidate.pp > 1 else ())  # without stages their sum: found's order
@@ -430,26 +488,56 @@ class CandidateBounds:
             if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
                 self.miss(variant, _held(units) / candidate.pp)
                 continue
-            kept.append(variant)
+            kept.append((variant, units))
         self.counts.considered += max(0, len(kept) - 1) * len(node.virtual)
         self.counts.infeasible += len(node.virtual) * (not kept)
-        return kept
+        return self._together(kept, to_beat) if candidate.pp > 1 else [variant for variant, _ in kept]
+
+    def _together(self, kept: Sequence[tuple[Branch, Units]], to_beat: float) -> list[Branch]:
+        """Ways to keep the parameters of a pipeline: what may take little less than one before goes beside it."""
+        alone, beside = list[tuple[Branch, Units]](), list[list[Beside]]()
+        for node, units in kept:
+            kinds, found = self.evaluator.kinds(node.candidate, node.zero), list[tuple[float, int, Beside]]()
+            for number, (first, own) in enumerate(alone if to_beat < math.inf else ()):
+                alike = self.evaluator.kinds(first.candidate, first.zero) == kinds and max(first.zero, node.zero) < 3
+                if (alike or first.zero == node.zero) and (one := Beside.of(node, units, own)) is not None:
+                    found.append((one.less(to_beat), number, one))
+            less, number, nearest = min(found, key=lambda each: each[:2], default=(math.inf, 0, None))
+            if nearest is not None and less <= _BESIDE * to_beat:
+                beside[number].append(nearest)
+            else:
+                alone.append((node, units))
+                beside.append([])
+        return [
+            replace(first, beside=tuple(others), bound=min([first.bound, *(one.node.bound for one in others)]),
+                    firm=min([first.firm, *(one.node.firm for one in others)]))
+            for (first, _), others in zip(alone, beside, strict=True)
+        ]
 
     def divide(self, node: Branch, to_beat: float) -> list[Branch]:
         """At the level DIVIDED; a bound of several candidates together comes first, and then they part."""
         candidate, placement = node.candidate, self.placement_of(node)
         if node.virtual[0] == 1 < len(node.virtual):
             return self.split(node, 1)
-        degrees = degrees_of(candidate, node.shard)
-        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1], to_beat)
+        degrees, less = degrees_of(candidate, node.shard), self._less(node, to_beat)
+        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1], to_beat + less)
         if bound == float("inf"):
             self.counts.infeasible += len(node.virtual)
             units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
             self.miss(node, _held(units) / candidate.pp)
-            return []
+            return self.parted(node)
+        bound = min(bound - less, to_beat) if node.beside else bound
         if len(node.virtual) > 1:
             return self.split(node, len(node.virtual) // 2, bound)
         return [node.at(Level.DIVIDED, bound)]
+
+    def _less(self, node: Branch, to_beat: float) -> float:
+        """Seconds at most by which what is beside a node takes less, if that beats so many."""
+        return max((one.less(to_beat / self.placement_of(node).slack) for one in node.beside), default=0.0)
+
+    def parted(self, node: Branch) -> list[Branch]:
+        """What is beside a node, by itself."""
+        return [replace(one.node.at(one.node.level, node.bound), number=next(self._numbers)) for one in node.beside]
 
     def time(self, node: Branch, to_beat: float, sharp: Sharp = Sharp.QUICK) -> Branch:
         """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said."""
@@ -457,8 +545,9 @@ class CandidateBounds:
         if candidate.pp == 1 or to_beat == float("inf"):
             return replace(node, level=Level.TIMED, sharp=sharp)
         degrees, placement = degrees_of(candidate, node.shard), self.placement_of(node)
-        timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat, sharp=sharp)
-        return replace(node.at(Level.TIMED, timed), sharp=sharp)
+        less = self._less(node, to_beat)
+        timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat + less, sharp=sharp)
+        return replace(node.at(Level.TIMED, min(timed - less, to_beat) if node.beside else timed), sharp=sharp)
 
     def miss(self, node: Branch, least: float) -> None:
         """Keep a node that is proven not to fit, if it is the nearest: of those about as near the one with the fewest samples,

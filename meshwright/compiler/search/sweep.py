@@ -163,7 +163,7 @@ class Sweep:
     @property
     def pruned(self) -> int:
         """Candidates that were never solved: proven no better, or left open."""
-        return sum(len(node.virtual) for node in self._left) + sum(one.outcome.startswith("no better") for one in self.seen)
+        return sum(node.count for node in self._left) + sum(one.outcome.startswith("no better") for one in self.seen)
 
     @property
     def effort(self) -> float:
@@ -403,11 +403,12 @@ class Sweep:
                 left.append(node)
                 continue
             if node.level is Level.TIMED:
-                self._solve(node)
+                children = self._solve(node)
                 solved.add(node.candidate)
-                continue
-            self._report(node, self.effort / self.limit)
-            for child in self._glanced(self.bounds.sharper(node, self._cutoff)):
+            else:
+                self._report(node, self.effort / self.limit)
+                children = self._glanced(self.bounds.sharper(node, self._cutoff))
+            for child in children:
                 heapq.heappush(heap, child)
         return left + heap
 
@@ -432,10 +433,8 @@ class Sweep:
                 break
             if node.level >= Level.DIVIDED:
                 heapq.heappop(ready)
-                if node.level is Level.TIMED:
-                    self._solve(node)
-                else:
-                    heapq.heappush(ready, self.bounds.time(node, self._cutoff))
+                for child in self._solve(node) if node.level is Level.TIMED else [self.bounds.time(node, self._cutoff)]:
+                    heapq.heappush(ready if child.level >= Level.DIVIDED else heap, child)
                 continue
             self._report(node, 1.0 - len(heap) / total)
             heapq.heappop(heap)
@@ -461,7 +460,7 @@ class Sweep:
         for virtual in first.virtual:
             one = self.bounds.part(first, [virtual])
             if virtual.bit_count() == 1 and self._looks_better(one):
-                self._solve(replace(one, level=Level.TIMED))
+                others += self._solve(replace(one, level=Level.TIMED))
             else:
                 left.append(virtual)
         return [*others, *([self.bounds.part(first, left)] if left else [])]
@@ -483,9 +482,9 @@ class Sweep:
         if self.progress is not None:
             self.progress(str(node.candidate), max(0.0, done))
 
-    def _solve(self, node: Branch) -> None:
-        """Cut and simulate; of what was found, or of what was not, the bound is closed."""
-        evaluator = self.bounds.evaluator
+    def _solve(self, node: Branch) -> list[Branch]:
+        """Cut and simulate; of what was found, or of what was not, the bound is closed. What is beside it comes by itself."""
+        evaluator, others, node = self.bounds.evaluator, self.bounds.parted(node), replace(node, beside=())
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
         try:
             result = evaluator.run(node.candidate, degrees, node.zero, placement, cutoff=self._cutoff)
@@ -495,7 +494,7 @@ class Sweep:
                 self._nearest = error
             if not error.proven:
                 heapq.heappush(self._cut, node)
-            return
+            return others
         self._rank(result)
         node = node.at(node.level, min(result.bound, result.seconds))
         if node.candidate.pp == 1:
@@ -503,6 +502,7 @@ class Sweep:
             self._alone[key] = min(self._alone.get(key, _INF), node.bound)
         else:
             heapq.heappush(self._cut, node)
+        return others
 
     def _sharpen(self) -> None:
         """Prove more of the pipelines that were solved, the least proven first, as long as these are what the bound is of and
