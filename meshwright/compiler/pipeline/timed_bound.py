@@ -33,9 +33,9 @@ from meshwright.ir.schedules import Table
 
 _ROUNDS, _CLOSE = 40, 0.002
 """So many programs are solved at most; a bound that is so close to what was run is not raised."""
-_NUMBERS, _MANY, _LONG = 300_000, 1_500_000, 6_000_000
+_NUMBERS, _MANY, _LONG = 300_000, 1_500_000, 3_000_000
 """Programs end when they have had so many numbers, a fifth of a second; where a bound is to be sharp and no skeleton says most
-of it at once, some seconds; where there is time, four times as many."""
+of it at once, some seconds; where there is time, all that are solved then end soon after so many, and after twice as many."""
 _CASES = 20, 1000, 10_000
 """Where units are whole, so many cases are told apart: the fewest at first and where ranks alone are whole, then as many as
 take a second, by what those before took; the most where there is time."""
@@ -107,10 +107,10 @@ class TimedBound:
         if len(program.parts) <= largest and not program.staged:
             program.make_stages_whole()
         if program.staged and len(program.parts) <= largest:
-            most, numbers = (_CASES[1], _MANY) if sharp < Sharp.LONG else (_CASES[2], _LONG)
+            begun, most, numbers = program.size, *((_CASES[1], _MANY) if sharp < Sharp.LONG else (_CASES[2], _LONG))
             self._turn(most, numbers)
             if self.seconds < self.cutoff and program.weigh():
-                self._turn(most, numbers)
+                self._turn(most, numbers if sharp < Sharp.LONG else max(0, numbers - (program.size - begun)))
         return self.seconds
 
     @property
@@ -149,7 +149,7 @@ class TimedBound:
             still = len(before) >= _WAITS and before[-1] <= before[-_WAITS] * (1 + _MORE)
             if still or (len(before) >= _WAITS and program.size > end) or program.size > end + _MANY:
                 break
-            cases, steps = int(np.clip(max(_MANY, numbers) / self._each, min(most, _CASES[0]), most)), program.steps
+            cases, steps = int(np.clip(max(_MANY, numbers) / self._each, _CASES[0], most)), program.steps
             try:
                 found, point = program.solved_whole(cases)
             except NoSolutionError:
