@@ -301,8 +301,7 @@ def fractional_bound(
     program.outside()
     program.limit(to_beat)
     divided = program.bound(to_beat)
-    hopeless = not _WHOLE * to_beat <= divided < to_beat
-    if hopeless or not math.isfinite(to_beat) or np.count_nonzero(program.members > 1) != 1:
+    if not _WHOLE * to_beat <= divided < to_beat or np.count_nonzero(program.members > 1) != 1:
         return Bound(divided, "divided")
     return Bound(max(divided, program.whole_bound(to_beat)), "whole")
 

@@ -107,10 +107,10 @@ class TimedBound:
         if len(program.parts) <= largest and not program.staged:
             program.make_stages_whole()
         if program.staged and len(program.parts) <= largest:
-            begun, most, numbers = program.size, *((_CASES[1], _MANY) if sharp < Sharp.LONG else (_CASES[2], _LONG))
-            self._turn(most, numbers)
+            long, end = sharp is Sharp.LONG, program.size + _LONG
+            self._turn(_CASES[2] if long else _CASES[1], _LONG if long else _MANY)
             if self.seconds < self.cutoff and program.weigh():
-                self._turn(most, numbers if sharp < Sharp.LONG else max(0, numbers - (program.size - begun)))
+                self._turn(_CASES[2] if long else _CASES[1], max(0, end - program.size) if long else _MANY)
         return self.seconds
 
     @property
