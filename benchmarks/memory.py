@@ -323,6 +323,10 @@ CASES: Mapping[str, Case] = {
     "gpt2-small pp 4 interleaved zero 1": Case(
         small, (32, 1024), 8,
         {**STAGES, "pp": 4, "dp": 2, "zero": 1, "schedule": "interleaved1f1b", "virtual_stages": 2}, "bf16"),
+    "llama-110m zb tp 2 bf16": Case(
+        llama_small, (16, 1024), 4, {**STAGES, "tp": 2, "schedule": "zb", "virtual_stages": 1}, "bf16"),
+    "llama-110m zb dp 2 bf16": Case(
+        llama_small, (16, 1024), 4, {**STAGES, "dp": 2, "zero": 1, "schedule": "zb", "virtual_stages": 1}, "bf16"),
     "llama-110m pp 2 tp 2 full": Case(
         llama_small, (32, 1024), 8, {**STAGES, "dp": 2, "tp": 2, "zero": 2, "recompute": "full", "schedule": "1f1b"}, "bf16"),
     "llama-110m pp 2 selective": Case(

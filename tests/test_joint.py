@@ -462,8 +462,8 @@ def test_what_is_proven_not_to_fit_bounds_nothing(needs: float) -> None:
 def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds say little of which pipeline is fast where micro-batches are few; in the same time a better one is found."""
     found = []
-    for looks in (Sweep._looks_better, lambda sweep, node: False):
-        monkeypatch.setattr(Sweep, "_looks_better", looks)
+    for glance in (Sweep._at_a_glance, lambda sweep, node: math.inf):
+        monkeypatch.setattr(Sweep, "_at_a_glance", glance)
         run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.5)
         run.begin()
         run.rest()
@@ -703,6 +703,25 @@ def test_a_table_that_encoder_and_decoder_read_on_one_rank_is_counted_once() -> 
     held = prediction_of(plan).bytes_by_kind
     once = 2 * held["parameters"] + held["optimizer"] + held["gathered"]  # gradients are as many as parameters, in fp32
     assert counted["state"] + counted["gradients"] == pytest.approx(once, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("graph", "cluster", "pins", "least", "most"),
+    [
+        (partial(llama, 8, 512, 16, 1024, 512), "h100:1x4", {"dp": 1, "tp": 1, "microbatches": 16}, -0.01, 0.01),
+        (partial(llama, 4, 512, 16, 256, 16384), "h100:1x8", {"dp": 1, "tp": 2, "microbatches": 8}, -0.01, 0.01),
+        (partial(llama, 4, 512, 16, 256, 16384), "h100:1x8", {"dp": 2, "tp": 1, "microbatches": 8}, -0.01, 0.025),
+    ],
+    ids=["weights of norms", "vocabulary", "vocabulary of data ranks"],
+)
+def test_what_waits_between_the_halves_of_a_backward_counts(
+    graph: Callable[[], Graph], cluster: str, pins: dict[str, Any], least: float, most: float
+) -> None:
+    """Gradients that wait for the weights of a norm, too, which are factors; the gradient of a head and its copies while it is
+    summed, when those of other micro-batches wait. The last stage's logits are counted of all micro-batches."""
+    plan = make_plan(graph(), Cluster.parse(cluster), Pins(pp=4, schedule="zb", **pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert least <= counted / prediction_of(plan).bytes_per_rank - 1 <= most
 
 
 def test_what_a_stage_receives_counts() -> None:

@@ -258,8 +258,7 @@ class SolutionReader:
         weights = {param.value for param in graph.params if param.trainable}
         ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.rules.operators
         beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
-        reading = [i for i, op in enumerate(ops)
-                   if not weights.isdisjoint(op.inputs) and kinds[op.target].kind in ("matmul", "norm")]
+        reading = self._reading(at)
         if lost:
             above = range(max(reading, default=-1) + 1, len(ops))
             returned = {model.makers[name] for name in graph.outputs if name in model.makers}
@@ -274,6 +273,19 @@ class SolutionReader:
                 if name in graph.outputs:
                     beside += beside_output(op, placed, state, weights, graph, tables.mesh, tables.costs.itemsize)
         return beside, waiting
+
+    def _reading(self, at: int) -> list[int]:
+        """Operators of a position on the way from what enters it that read weights, or what is made of them, beside that: the
+        gradients that reach these wait (``cost.memory.replay.Script.waiting``)."""
+        graph, position = self.folded.graph, self.problem.positions[self.problem.serves(at)]
+        values, found = graph.values, list[int]()
+        moving = {name for name in (*position.entry, *position.shared_in) if values[name].differentiable}
+        for i, op in enumerate(position.ops(graph)):
+            if not moving.isdisjoint(op.inputs) and (made := [name for name in op.outputs if values[name].differentiable]):
+                moving.update(made)
+                if any(values[name].differentiable and name not in moving for name in op.inputs):
+                    found.append(i)
+        return found
 
     def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         tables = self.problem.tables

@@ -121,11 +121,6 @@ class Candidate:
         """Whether the backward is split into the gradients of inputs and of weights."""
         return self.pp > 1 and schedule_of(self.schedule).split
 
-    @property
-    def halved(self) -> bool:
-        """Whether every backward is split so."""
-        return self.pp > 1 and schedule_of(self.schedule).halved
-
     def __str__(self) -> str:
         batches = count_text(self.microbatches, "micro-batch")
         if self.layout is not None:

@@ -95,15 +95,14 @@ class Evaluator:
         self.work: Counter[str] = Counter()
         self._tables: dict[tuple[str, int, int, int], Table] = {}
         self._paths: dict[tuple[str, int, int, int], KnownPaths] = {}
-        self._units: dict[tuple[int, Degrees, int, bool, tuple[bool, bool], str], Units] = {}
+        self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
         self._timed: dict[tuple[Candidate, Degrees, int, float], TimedBound] = {}
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
         """The units of a candidate, made once for all that schedules share."""
-        halves = candidate.split, candidate.halved
-        key = (id(placement), degrees, zero, candidate.microbatches > 1, halves, recompute)
+        key = (id(placement), degrees, zero, candidate.microbatches > 1, candidate.split, recompute)
         if key not in self._units:
-            self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, halves, recompute)
+            self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, candidate.split, recompute)
         return self._units[key]
 
     def step_of(self, candidate: Candidate, placement: Placement, units: Units, run: float) -> float:
@@ -266,8 +265,8 @@ class Evaluator:
             variant = None if own == degrees.variant(zero) else own
             if variant is None and one.recompute == self.recompute[0]:
                 continue
-            halves = candidate.split, candidate.halved
-            other = self.costs.units(placement, degrees, zero, candidate.microbatches, halves, one.recompute, variant)
+            split, recompute = candidate.split, one.recompute
+            other = self.costs.units(placement, degrees, zero, candidate.microbatches, split, recompute, variant)
             units = units.mixed(other, np.array([there == one for there in kept]))
         return units
 
@@ -287,7 +286,7 @@ class Evaluator:
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
         self.work["packing"] += 1
-        self.work["ranks alone"] += bound.by == "stages"
+        self.work["unit of ranks alone"] += pp * units.count * units.options * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["rank of whole units"] += pp * (bound.by == "whole")
         found = bound.seconds * slack

@@ -15,6 +15,7 @@ every stage, so collectives are priced on as few stages as fill whole nodes (``_
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -211,12 +212,11 @@ class StageCosts:
         self._again: dict[int, list[tuple[int, bool, Use, int, int]]] = {}
 
     def units(
-        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, halves: tuple[bool, bool], recompute: str,
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
         kept: Variant | None = None,
     ) -> Units:
-        """The units of a placement; ``recompute`` applies to blocks; ``halves``: whether some backward is split, and all are;
+        """The units of a placement; ``recompute`` applies to blocks; ``split``: whether some backward is split;
         ``kept``: how parameters are kept, if not as a search keeps them at this ZeRO level."""
-        split, halved = halves
         own = self.parameters(placement, degrees, zero, microbatches, kept)
         plain, run, weight = self._rows(placement, recompute, microbatches)
         each, once, ahead = own.each, own.once, np.array([row.ahead for row in placement.rows])
@@ -230,7 +230,7 @@ class StageCosts:
         weights = [() if row.block or split else self._made(row.uses, degrees) for row in placement.rows]
         released = np.maximum(run[:, SAVED] - pending * split, 0.0) - [sum(bytes_ for bytes_, _ in made) for made in weights]
         transient, behind = self._transient(
-            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees, halved
+            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees, pending if split else None
         )
         columns = [
             forward, backward, weight + recomputed * split,
@@ -255,11 +255,12 @@ class StageCosts:
         return np.where(again, [0.0, *placement.crossing[:-1]] - sent, entered), np.array([*placement.sent[:-1], 0.0])
 
     def _transient(
-        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, degrees: Degrees, halved: bool
+        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, degrees: Degrees,
+        pending: Array | None,
     ) -> tuple[Array, Array]:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
-        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``), or, of what is no block,
-        while a W makes them of what waits for it; and beside these the fp32
+        sums when a backward is done and nothing that it kept is left (``cost.memory.fsdp``); where some backward is split, and
+        ``pending`` waits for W, while each gradient goes its own way there; and beside these the fp32
         gradients of the block behind it in a stage, where FSDP2 is still reducing them, as it reduces this one's at its end."""
         experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
         made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
@@ -268,11 +269,45 @@ class StageCosts:
         working += [0.0 if staged else row.beside_output for row in placement.rows]
         reduces = staged and bool(variant.data_axes) and (variant.zero >= 2 or not several)
         behind = np.minimum(made * (_FP32 / self.itemsize) * reduces, np.maximum(once[:, TRANSIENT] - made, 0.0))
+        if pending is not None:
+            apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
+            apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
+            return np.maximum(working - behind, self._at_the_end(placement, run, apart, 0)), behind
         if variant.data_axes:
+            if staged:  # the root's, which blocks have among what they make
+                made = made + [0.0 if row.block else sum(bytes_ for bytes_, _ in self._made(row.uses, degrees))
+                               for row in placement.rows]
             return np.maximum(working - behind, made + behind - run[:, SAVED]), behind
-        copied, blocks = once[:, GRADIENTS] * (1 + several), np.array([row.block for row in placement.rows])
-        waits = halved & (np.arange(len(blocks)) != placement.sequence[0])  # the first comes last, when all behind it is gone
-        return np.maximum(working, np.where(blocks, copied - run[:, SAVED], copied * waits)), behind
+        copied = once[:, GRADIENTS] * (1 + several)
+        if staged:
+            copied = self._at_the_end(placement, run, self._at_the_end(placement, run, copied, 0), -1)
+        else:  # the root's reach theirs when all of a step is done
+            copied = copied * [row.block for row in placement.rows]
+        return np.maximum(working, copied - run[:, SAVED]), behind
+
+    @staticmethod
+    def _at_the_end(placement: Placement, run: Array, bytes_: Array, at: int) -> Array:
+        """Bytes of every row of which those of the position ``at`` one end come when all of its stage is done: less what the
+        one beside it saves."""
+        first, beside = placement.sequence[at], placement.sequence[min(1, len(placement.sequence) - 1) if at == 0 else at - 1]
+        found = bytes_.copy()
+        found[first] = max(0.0, bytes_[first] - run[beside, SAVED] * (first != beside))
+        return found
+
+    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
+        """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
+        split: as it is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
+        wide, found = 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize), 0.0
+        for use in row.uses:
+            need = renamed(use.need, degrees)
+            own = variant.of(need.split_axes).data_axes
+            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
+            copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
+            summed = [1.0] * (not need.varying <= {*own})
+            found = max(found, now * use.trainable)
+            for times in (*summed, *itertools.chain(*copies[:: -1 if own else 1])):
+                found, now = max(found, now * (1.0 + times) * use.trainable), now * times
+        return found
 
     def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
         """Bytes of the gradients of a mixture's weights in the compute dtype, which come before those of the rest of its block,

@@ -14,7 +14,6 @@ S = pp x virtual_stages stages lie on pp ranks::
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -108,13 +107,6 @@ class PipelineSchedule:
     usual: int = 1
     early: bool = True
     closed: ClosedForms | None = None
-
-    @functools.cached_property
-    def halved(self) -> bool:
-        """Whether every backward is split, as the first small setting that can be run shows."""
-        legal = (m for m in (2, 4, 8) if self.split and self.illegal(2, self.usual, m) is None)
-        tables = itertools.islice((self.table(2, self.usual, m) for m in legal), 1)
-        return any(all(action.kind != "B" for actions in table.ranks for action in actions) for table in tables)
 
     def illegal(self, pp: int, virtual_stages: int, microbatches: int) -> str | None:
         """Why a setting cannot be run, with the nearest that can; None if it can."""
