@@ -139,8 +139,9 @@ def cut(
 
 
 def glance(units: Intervals, table: Table, capacity: np.ndarray, overlap: bool, outside: OutsideSeconds) -> float:
-    """Seconds of a step whose stages do nearly equal work, all under one option, or as many of every rank's under the first as
-    fit; inf where none fits so. What ``cut`` finds is mostly some hundredths faster.
+    """Seconds of a step whose stages do nearly equal work, or take nearly as long with what is before and after it, all under
+    one option, or as many of every rank's under the first as fit; inf where none fits so. What ``cut`` finds is mostly some
+    hundredths faster.
 
     ``capacity``: bytes of every rank [pp]; ``outside``: what the units add outside the micro-batches.
     """
@@ -148,9 +149,13 @@ def glance(units: Intervals, table: Table, capacity: np.ndarray, overlap: bool, 
         return math.inf
     problem = Cutting(table, table.stages // table.pp, units, capacity, overlap, (), outside)
     starts, stops = np.ogrid[: units.count + 1, : units.count + 1]
-    costs = [np.where(starts < stops, units.matrices[:3, 0].sum(axis=0), np.inf)] * table.stages
-    top = smallest_bottleneck(costs)
-    rows = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK[:3:2]], axis=0)
+    work = np.where(starts < stops, units.matrices[:3, 0].sum(axis=0), np.inf)
+    shares = [[work] * table.stages, [table.microbatches * work + outside.sums.sum(axis=0)] * table.stages]
+    if problem.virtual_stages == 1:
+        more = [np.zeros(work.shape)] * table.pp
+        shares[1] = [each[0] for each in stage_bounds(units, table.name, table.pp, table.microbatches, outside, more)]
+    rows = np.unique([narrow_cuts(costs, smallest_bottleneck(costs) * (1 + slack))
+                      for costs in shares for slack in _SLACK[:3:2]], axis=0)
     cuts, options = _each_way(problem, rows)
     fits = np.flatnonzero(problem.excess(cuts, options) <= 0)
     if not len(fits):

@@ -63,10 +63,10 @@ _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.02, "choice of a placement": 0.0002, "experts shared out": 0.006, "variant": 5e-4, "alone": 0.003,
-    "packing": 0.001, "ranks alone": 0.021, "rank of divided units": 0.003, "rank of whole units": 0.006,
+    "packing": 0.001, "unit of ranks alone": 1.2e-5, "rank of divided units": 0.003, "rank of whole units": 0.006,
     "stage to cut": 0.003, "stage cut": 4e-7,
     "action simulated": 2e-8, "stage that does not fit": 0.004, "action of divided units": 4e-6,
-    "number of divided programs": 9e-7, "stage glanced at": 4.5e-4, "operator of a plan": 1.2e-4,
+    "number of divided programs": 9e-7, "stage glanced at": 7e-4, "operator of a plan": 1.2e-4,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -451,32 +451,31 @@ class Sweep:
 
     def _glanced(self, nodes: list[Branch]) -> list[Branch]:
         """The nodes less what of them was solved. Of a pipeline whose parameters were just priced that of least bound is cut at
-        a glance, with each power of two of stages a rank, and solved if it looks better than the incumbent."""
+        a glance, with each power of two of stages a rank; those that look better than the incumbent are solved, the best one
+        first."""
         if not nodes or nodes[0].level is not Level.KEPT or nodes[0].candidate.pp == 1:
             return nodes
         first = min(nodes)
-        others = [node for node in nodes if node is not first]
-        left = list[int]()
-        for virtual in first.virtual:
-            one = self.bounds.part(first, [virtual])
-            if virtual.bit_count() == 1 and self._looks_better(one):
+        others, left = [node for node in nodes if node is not first], set(first.virtual)
+        single = [self.bounds.part(first, [virtual]) for virtual in first.virtual if virtual.bit_count() == 1]
+        for seconds, virtual, one in sorted((self._at_a_glance(one), one.virtual[0], one) for one in single):
+            if seconds < self._incumbent:
                 others += self._solve(replace(one, level=Level.TIMED))
-            else:
-                left.append(virtual)
-        return [*others, *([self.bounds.part(first, left)] if left else [])]
+                left.remove(virtual)
+        return [*others, *([self.bounds.part(first, sorted(left))] if left else [])]
 
-    def _looks_better(self, node: Branch) -> bool:
-        """Whether it may be, as far above its bound as any alike was, and is at a glance."""
+    def _at_a_glance(self, node: Branch) -> float:
+        """Seconds of a step, its cut not looked for; inf if it may be no better, as far above its bound as any alike was."""
         alike = node.candidate.pp, node.candidate.schedule, node.candidate.virtual_stages
         if node.bound * self._above.get(alike, 0.0) >= self._incumbent:
-            return False
+            return _INF
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
         try:
             seconds = self.bounds.evaluator.glance(node.candidate, degrees, node.zero, placement)
         except ScheduleError:
-            return False
+            return _INF
         self._above[alike] = min(self._above.get(alike, _INF), _NEARER * seconds / node.bound)
-        return seconds < self._incumbent
+        return seconds
 
     def _report(self, node: Branch, done: float) -> None:
         if self.progress is not None:
