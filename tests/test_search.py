@@ -342,6 +342,21 @@ def test_a_plan_found_elsewhere_is_beaten_or_nothing_is_found(memory: float) -> 
     assert caught.value.bound_seconds >= 0.96 * best
 
 
+def test_large_models_are_searched_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the root of the parameters that no mixture has, up to a part more."""
+    tokens = torch.zeros((8, 32), dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    mixture = capture_model(mixtral(hidden_size=32, intermediate_size=512, num_local_experts=8), (), batch, (), None, "fp32")
+    limits, graphs, begin = list[float](), (graph_of(Stack(3, 256), 16, 64, 256), mixture), Sweep.begin
+    monkeypatch.setattr(Sweep, "begin", lambda sweep: (limits.append(sweep.limit / SECONDS), begin(sweep))[1])
+    numels = [sum(graph.values[param.value].numel for param in graph.params) for graph in graphs]
+    for number, large in ((0, search._LARGE), (0, numels[0] / 1.44), (0, 1.0), (1, numels[1] / 1.44)):
+        monkeypatch.setattr(search, "_LARGE", large)
+        searched(graphs[number], "h100:1x2", Pins(pp=1, tp=1))
+    assert limits[:3] == pytest.approx([1.0, 1.2, search._LONGER])
+    assert limits[3] < 1.1
+
+
 def test_a_plan_priced_again_leaves_as_much_free() -> None:
     graph = graph_of(Stack(2, 256), 16, 64, 256)
     cluster = Cluster.parse("h100:1x4")

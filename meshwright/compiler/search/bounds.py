@@ -41,6 +41,7 @@ from meshwright.compiler.search.candidates import (
     degrees_of,
     floor,
     layout_of,
+    trained_numels,
     variants_of,
 )
 from meshwright.compiler.search.evaluate import Evaluator
@@ -48,7 +49,6 @@ from meshwright.compiler.search.stage_costs import StageCosts, Units
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.units import find_layers, start_of
-from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
@@ -355,20 +355,7 @@ class CandidateBounds:
 
     @cached_property
     def _numels(self) -> tuple[int, int]:
-        """Elements of all trainable parameters, and of those that ranks of experts may split."""
-        graph = self.graph
-        made = {name: op for op in graph.ops for name in op.outputs}
-        stacked = self.task.structure.stacked.products
-        open_ = [name for op in graph.ops if self.task.rules[op.name].together or op.name in stacked
-                 for name in (op.inputs[len(op.inputs) - len(op.args[4]) :] if op.target == EXPERTS else op.inputs)]
-        seen = set[str]()
-        while open_:
-            name = open_.pop()
-            if name not in seen:
-                seen.add(name)
-                open_ += made[name].inputs if name in made else ()
-        trained = {param.value: graph.values[param.value].numel for param in graph.params if param.trainable}
-        return sum(trained.values()), sum(numel for name, numel in trained.items() if name in seen)
+        return trained_numels(self.graph, self.task.rules, self.task.structure.stacked.products)
 
     def _waits(self, tensor: int, samples: int, context: int) -> float:
         """Seconds that attention of so many samples waits for in a ring over all ranks of the sequence."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,6 +31,7 @@ from meshwright.compiler.search.stage_costs import Degrees
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import ANY, DATA, SAMPLED, TENSOR, Mesh, role_of
@@ -324,6 +325,22 @@ def variants_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tupl
     wanted = [n for n in wanted if n % candidate.expert == 0]  # those that share the experts share the state of the rest
     several = [n for n in wanted if n * candidate.context > 1]
     return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in several]
+
+
+def trained_numels(graph: Graph, rules: Rules, stacked: Collection[str]) -> tuple[int, int]:
+    """Elements of all trainable parameters, and of those that ranks of experts may split. ``stacked``: products over experts
+    that are matrices of one parameter."""
+    made = {name: op for op in graph.ops for name in op.outputs}
+    open_ = [name for op in graph.ops if rules[op.name].together or op.name in stacked
+             for name in (op.inputs[len(op.inputs) - len(op.args[4]) :] if op.target == EXPERTS else op.inputs)]
+    seen = set[str]()
+    while open_:
+        name = open_.pop()
+        if name not in seen:
+            seen.add(name)
+            open_ += made[name].inputs if name in made else ()
+    trained = {param.value: graph.values[param.value].numel for param in graph.params if param.trainable}
+    return sum(trained.values()), sum(numel for name, numel in trained.items() if name in seen)
 
 
 def degrees_of(candidate: Candidate, shard: int) -> Degrees:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import TIE, LayoutMemory, one_device, solve_layout
 from meshwright.compiler.search.bounds import CandidateBounds
-from meshwright.compiler.search.candidates import Layout, degrees_of, layout_of, under_pins
+from meshwright.compiler.search.candidates import Layout, degrees_of, layout_of, trained_numels, under_pins
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
@@ -45,6 +45,9 @@ from meshwright.ir.schedules import illegal_combination
 SECONDS = 19.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
+_LARGE, _LONGER = 1.6e11, 1.6
+"""With more parameters outside of mixtures than these the limits grow as their root does, so many times at most (chosen: of
+Llama 3 405B on 2,048 V100 a plan 12 % faster is found behind the usual limit, and a run of such a model is dear)."""
 _LAYOUTS, _STAGED = 0.5, 0.4
 """The parts of the limit that layouts solved block by block may take together, and pipelines of what is cut for them alone
 (chosen)."""
@@ -137,6 +140,8 @@ def _best_plan(
 ) -> Plan:
     """``best_plan`` of what the task's graph can be cut into."""
     _check_combination(task.pins, task.cluster.world)
+    total, experts = trained_numels(task.graph, task.rules, task.structure.stacked.products)
+    limit *= min(_LONGER, max(1.0, math.sqrt((total - experts) / _LARGE)))
     refined = Refined(task, fits, timing, LayoutMemory(limit=_LAYOUTS * limit))
     sweep = Sweep(
         task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
