@@ -49,6 +49,7 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError
 from meshwright.ir.sharding import Sharding, parse_sharding
 from meshwright.planner import rules_of
+from tests.test_joint import llama
 from tests.test_planner import Mlp, Stack, graph_of, of_models
 
 NODE = Cluster.parse("h100:1x4")
@@ -346,3 +347,12 @@ def test_what_crosses_between_blocks_is_counted_before_its_table_is_made() -> No
     with pytest.raises(PlanError, match=r"3 values cross .* combinations of their shardings"):
         problem(graph, Mesh.of(x=2, y=2)).chain(np.inf, 0.0)
     assert problem(graph, Mesh.of(x=4)).chain(np.inf, 0.0).kinds
+
+
+def test_what_a_head_gathers_again_is_counted_whatever_its_logits_hold() -> None:
+    """In most choices what is held is most while logits become fp32, but where ranks of samples split the vocabulary it is when
+    the head gathers the samples of all."""
+    graph = llama(2, 256, 16, 128, 8192)
+    made = problem(graph, Mesh.of(x=2, y=2))
+    ops, moments = made.positions[-1].ops(graph), made.model(len(made.positions) - 1).moments
+    assert [ops[moment].target for moment in moments] == ["aten._to_copy.default", "aten.linear.default"]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.compiler.placement.blockmodel import priced, read_apart, shares_of
+from meshwright.compiler.placement.blockmodel import priced, read_apart
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     GATHER,
@@ -29,7 +29,7 @@ from meshwright.compiler.placement.costs import (
     Costs,
     Variant,
 )
-from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
+from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values, shares_of
 from meshwright.compiler.structure.activations import local_shapes as pieces
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.positions import positions_of, several_readers

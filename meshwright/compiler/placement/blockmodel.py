@@ -10,7 +10,6 @@ Edges price the reshard between what is made and what is read, forward and backw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,7 +36,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED
 from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all, only
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
-from meshwright.compiler.structure.activations import local_shapes, operand_shapes
+from meshwright.compiler.structure.activations import local_shapes, operand_shapes, shares_of
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.moments import GradientsAlive, gradients_alive
@@ -404,6 +403,10 @@ class Builder:
             there = kept.bytes(of) + _weights(self, model, of)
             worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
             found |= {worst.at: worst} if worst is not None else {}
+        if len(found) < len(MOMENTS) - 1:  # choices in which linears gather far more than is there else
+            again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
+                     for one in held]
+            found |= {held[n].at: held[n] for n in [again.index(max(again))] if again[n]} if again else {}
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
             kept.put(moment, at)
@@ -575,11 +578,6 @@ def priced(
         forward, backward, *waits = costs.algorithm(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
         inside = inside[0] + waits[0], inside[1] + waits[1]
     return forward, backward, host[0], host[1], *inside
-
-
-def shares_of(op: Op, graph: Graph, read: Sequence[tuple[int, ...]]) -> list[float]:
-    """The part of every operand that is there at a time; ``read``: their shapes within a micro-batch."""
-    return [math.prod(shape) / max(1, graph.values[name].numel) for name, shape in zip(op.inputs, read, strict=True)]
 
 
 def pruned(model: Model, fewer: Collection[int] | None = None) -> Model:

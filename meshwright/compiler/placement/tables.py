@@ -203,6 +203,10 @@ class ResourceTables:
         self._tables[key] = table
         return table
 
+    def again(self, tables: Sequence[Array]) -> float:
+        """Bytes that linears gather again at most, and of their gradients, of all reshards of some tables."""
+        return max((float(self._again[id(one)].max()) for one in tables if id(one) in self._again), default=0.0)
+
     def held(self, table: Array, there: tuple[bool, ...], running: tuple[bool, ...]) -> Array:
         """A table of reshards with what of it is held at the moments of a backward: what it saves, where that is still
         ``there``; while the operator's backward runs that it leads to (``running``), what linears gather of it again, and the

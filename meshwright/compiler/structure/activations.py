@@ -7,6 +7,7 @@ they view. What only linears save may be kept as the shard that a gather started
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,11 @@ def operand_shapes(op: Op, graph: Graph, rule: OpRule, schedule: Schedule) -> li
     if factor is None:
         return shapes
     return [_cut(shape, dims, factor, schedule.microbatches) for shape, dims in zip(shapes, rule.operands, strict=True)]
+
+
+def shares_of(op: Op, graph: Graph, read: Sequence[Shape]) -> list[float]:
+    """The part of every operand that is there at a time; ``read``: their shapes within a micro-batch."""
+    return [math.prod(shape) / max(1, graph.values[name].numel) for name, shape in zip(op.inputs, read, strict=True)]
 
 
 def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:
