@@ -724,6 +724,18 @@ def test_what_waits_between_the_halves_of_a_backward_counts(
     assert least <= counted / prediction_of(plan).bytes_per_rank - 1 <= most
 
 
+def test_gradients_of_experts_that_no_other_rank_has_count_beside_their_copies_and_sums() -> None:
+    """All of a block's, in fp32, as no one reduces them: three times as much as their weights while they are summed."""
+    with torch.device("meta"):
+        model = mixtral(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    ids = torch.zeros((16, 128), dtype=torch.int64, device="meta")
+    graph = capture_model(model.train(), (), {"input_ids": ids, "labels": ids}, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("h100:1x8"), Pins(pp=4, dp=2, ep=2, tp=1, microbatches=8, schedule="1f1b"),
+                     precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
+
+
 def test_what_a_stage_receives_counts() -> None:
     """What is received early and waits to be read, however many micro-batches there are; what those in flight entered with, and
     what they sent on, is among what units save."""

@@ -274,10 +274,8 @@ class StageCosts:
             apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
             return np.maximum(working - behind, self._at_the_end(placement, run, apart, 0)), behind
         if variant.data_axes:
-            if staged:  # the root's, which blocks have among what they make
-                made = made + [0.0 if row.block else sum(bytes_ for bytes_, _ in self._made(row.uses, degrees))
-                               for row in placement.rows]
-            return np.maximum(working - behind, made + behind - run[:, SAVED]), behind
+            ended = [self._ended(row, degrees, variant, several) * (staged or row.block) for row in placement.rows]
+            return np.maximum(working - behind, np.array(ended) + behind - run[:, SAVED]), behind
         copied = once[:, GRADIENTS] * (1 + several)
         if staged:
             copied = self._at_the_end(placement, run, self._at_the_end(placement, run, copied, 0), -1)
@@ -293,6 +291,13 @@ class StageCosts:
         found = bytes_.copy()
         found[first] = max(0.0, bytes_[first] - run[beside, SAVED] * (first != beside))
         return found
+
+    def _ended(self, row: PlacedPosition, degrees: Degrees, variant: Variant, several: bool) -> float:
+        """Bytes of a row's gradients when its backward is done: in the compute dtype, but those of weights that every data rank
+        has others of, which FSDP2 does not take, in fp32, beside copies of them all if they are added to sums."""
+        wide = 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize)
+        return sum(bytes_ * (1.0 if variant.of(split).data_axes else wide * (1 + several))
+                   for bytes_, split in self._made(row.uses, degrees))
 
     def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
         """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
