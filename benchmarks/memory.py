@@ -306,6 +306,7 @@ CASES: Mapping[str, Case] = {
     "vit zero 3 bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16", images=True),
     "vit tp 2 selective x4": Case(
         vit, (256, 3, 224, 224), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective", "microbatches": 4}, images=True),
+    "vit one device full bf16": Case(vit, (16, 3, 224, 224), 1, {"dp": 1, "tp": 1, "recompute": "full"}, "bf16", images=True),
     "vit full bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "full"}, "bf16", images=True),
     "gpt2-small 1f1b": Case(small, (8, 1024), 2, {**STAGES, "schedule": "1f1b"}),
     "llama-weights tp 2 bf16": Case(llama_weights, (4, 128), 2, {"dp": 1, "tp": 2, "microbatches": 2}, "bf16"),

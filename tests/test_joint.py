@@ -662,11 +662,14 @@ def test_what_a_pipeline_is_counted_to_hold_is_what_its_program_holds(pins: dict
     {"dp": 4, "tp": 1, "zero": 1, "recompute": "selective", "microbatches": 2},
     {"dp": 4, "tp": 1, "zero": 3, "recompute": "none"},
     {"dp": 4, "tp": 1, "zero": 3, "recompute": "full"},
+    {"dp": 1, "tp": 4, "recompute": "full", "microbatches": 1},
+    {"dp": 1, "tp": 4, "recompute": "full", "microbatches": 4},
 ], ids=str)
 def test_what_blocks_are_counted_to_hold_is_what_their_program_holds(pins: dict[str, Any]) -> None:
     """The worst moment of a block's backward counts: gradients that are there then beside what is still kept, not all that any
     of its operators needs; what comes first in the backward is gone by then, but for the gradients of its weights. What one
-    block has gathered is there whether others recompute or not, and so is what the last one hands on while the loss runs."""
+    block has gathered is there whether others recompute or not, and so is what the last one hands on while the loss runs. What
+    nobody gathers is copied again with a block that recomputes."""
     plan = make_plan(llama(4, 256, 8, 1024, 512, 1024), Cluster.parse("h100:1x4"), Pins(**pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)

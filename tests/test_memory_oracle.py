@@ -15,7 +15,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Every model, level, split, recomputation and precision; programs of one model, batch and precision share its graph.
 PROGRAMS = (
     ("gpt2-small zero 0", "gpt2-small zero 1 x4", "gpt2-small selective tp 2", "gpt2-medium zero 3 full", "vit zero 3 bf16",
-     "vit tp 2 selective x4", "gpt2-drawing cp 2 ring", "gpt2-drawing cp 2 all-gather"),
+     "vit tp 2 selective x4", "gpt2-drawing cp 2 ring", "gpt2-drawing cp 2 all-gather",
+     "vit one device full bf16"),  # whose blocks copy their weights again, which nobody gathers
     ("llama-1b tp 2 bf16", "llama-110m selective", "llama-110m zero 3 x4", "llama-110m cp 4 all-gather",
      "llama-110m cp 4 ring full", "llama-narrow cp 2 blocks", "llama-narrow cp 2 mlps in pieces"),
     ("mixtral zero 2", "mixtral zero 3 bf16", "mixtral full", "mixtral tp 2 selective",

@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,11 +124,6 @@ class Variant:
     data_axes: tuple[str, ...] = ()
     shard_axes: tuple[str, ...] = ()
     recompute: str = "none"
-
-    @cached_property
-    def plain(self) -> Variant:
-        """The same without recomputation, which is nothing to parameters."""
-        return replace(self, recompute="none")
 
     def of(self, split: Collection[str]) -> Variant:
         """How it keeps a parameter that is split over these axes: over one that may split experts, every rank has others,
@@ -468,7 +463,8 @@ class Costs:
         """What of ``_kept`` is there at each moment of the backward: gathered parameters and what the block behind is reducing
         from its beginning, gradients when they are ``made`` (more than 1: by what runs then, which copies those of ``split``
         weights, one after the other), and at the end either is gone, for its own are reduced, or, where FSDP2 has no part in
-        it, are copied to their sums. What one of all blocks has gathered is there whatever runs: each counts its part."""
+        it, are copied to their sums. What one of all blocks has gathered is there whatever runs: each counts its part. Where
+        FSDP2 has no part a copy in the compute dtype is there from a forward to its backward, or, made again, in the latter."""
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         once, taken = self.microbatches == 1, bool(variant.data_axes)
         reduces, gathered = taken and (variant.zero >= 2 or once), variant.zero == 3
@@ -485,8 +481,12 @@ class Costs:
         again = master * unit.again * reduces  # of the last block: those that share its prices have it in place of ``BEHIND``
         begun += again
         reducing = (master + left * once) * reduces  # its gradients take the place of what it gathered
+        reducing += master * (once and not taken)
         vector[BEHIND] = (reducing - again) * unit.behind
         vector[SAVED] = always
         vector[TRANSIENT] = begun
         ended = master * (1 + (self.mesh.world > 1)) if not taken else own + master * reduces
         vector[list(MOMENTS)] = [*(begun + always + one for one in there), ended + always * unit.ahead]
+        if not taken and self.itemsize < _CAST_BYTES:
+            vector[PARAMETERS] -= cast
+            vector[[TRANSIENT if variant.recompute != "none" else SAVED, *MOMENTS[:-1]]] += cast

@@ -319,7 +319,7 @@ class Problem:
         """What every operator of a block costs, with its parameters kept as ``variant`` says; what reads none has the table of
         ``unary``. ``skipped``: where the forward runs again, whether each operator does not."""
         found = list(unary)
-        for (var, _, _), costs in zip(model.parameter_uses, self._of_uses(model, number, variant.plain), strict=True):
+        for (var, _, _), costs in zip(model.parameter_uses, self._of_uses(model, number, variant), strict=True):
             found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var], comes_back=False))
         return found
 

@@ -385,6 +385,8 @@ class StageCosts:
                     value = Value("", (elements // mesh.size(axes) * mesh.size(axes),), torch.float32)
                     found = costs.parameter(value, Sharding((axes,)), True, degrees.variant(zero), float(value.numel))
                     vector += np.inf if found is None else found
+                    if degrees.pp == 1 and not degrees.variant(zero).of(axes).data_axes and self.itemsize < _FP32:
+                        vector[PARAMETERS] -= value.numel / mesh.size(axes) * self.itemsize  # made again with its block
                 totals.append(vector)
             each = totals[-1] - totals[0] if microbatches > 1 else np.zeros(RESOURCES)
             moved = float(each[[GATHER, REDUCE, SEND, SEND_BACK]].sum())

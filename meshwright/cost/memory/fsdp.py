@@ -199,11 +199,9 @@ class RootUnit:
             if any(unit.frees for unit in units):
                 self._gather_all(units, forward=False)
                 self._prefetch(index)
-            self._backward(index, batch.tapes[index], grads, half)
+            self._backward(index, batch, grads, half)
             for unit in units if reduces else ():
                 self._reduce(unit, last)
-            if self.main[index].recompute == "none" and half != "inputs":
-                self.heap.drop(batch.casts.pop())
         if half == "inputs":
             return
         for storage in (storage for tape in batch.tapes for storage in tape.ends):
@@ -225,8 +223,8 @@ class RootUnit:
         self._done(self.reducing)
         self.reducing = None
 
-    def _backward(self, index: int, tape: Tape, grads: dict[str, Storage], half: Half) -> None:
-        weights: dict[str, Storage] = {}
+    def _backward(self, index: int, batch: Batch, grads: dict[str, Storage], half: Half) -> None:
+        weights, again = dict[str, Storage](), self.main[index].recompute != "none"
         names = {param.value for param in self.main[index].graph.params}
         for name in names | set(self.main[index].graph.inputs):
             if name in self.stored:
@@ -234,10 +232,11 @@ class RootUnit:
                 if name in known:
                     weights[name] = known[name]
         copies = {name: self._ways(self.stored[name]) for name in names if name in self.stored}
-        again = self._cast(index, fused=True) if self.main[index].recompute != "none" else None
-        backward(tape, self.heap, grads, weights, copies, half)
-        if again is not None:
-            self.heap.drop(again)
+        if again:
+            batch.casts.append(self._cast(index))
+        backward(batch.tapes[index], self.heap, grads, weights, copies, half)
+        if again or half != "inputs":
+            self.heap.drop(batch.casts.pop())
         for name, storage in weights.items():
             self._sums(name)[name] = storage
         if not self.apart:
@@ -286,14 +285,12 @@ class RootUnit:
         units = self.units.get(self.homes.get(name, -1), ())
         return next((unit.weights for unit in units if name in unit.names), self.loose)
 
-    def _cast(self, home: int, fused: bool = False) -> Storage:
+    def _cast(self, home: int) -> Storage:
         """Copies in the compute dtype of the parameters that FSDP2 does not gather (unless they are shared), and of those that
-        hold several weights of which a rank exchanges rows to have its piece of each; ``fused``: of these alone."""
+        hold several weights of which a rank exchanges rows to have its piece of each."""
         own = [s for s in self.program.stored if self.homes.get(s.value) == home]
         copied = [s for s in own if s.fused > 1 and self.mesh.size(s.tensor.dims[s.fused_dim]) > 1]
-        if not fused and not self.shares:
-            copied += [s for s in own if self._loose(s) and s not in copied]
-        return self._copies(copied)
+        return self._copies(copied + [s for s in own if not self.shares and self._loose(s) and s not in copied])
 
     def _loose(self, stored: Stored) -> bool:
         """Whether FSDP2 does not take it and a copy of it is read."""
