@@ -430,7 +430,7 @@ def first_step(optimizer: torch.optim.Optimizer) -> None:
     """What a later step of a training loop finds of the first one: the optimizer's state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
 

@@ -675,6 +675,27 @@ def test_what_blocks_are_counted_to_hold_is_what_their_program_holds(pins: dict[
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
 
 
+@pytest.mark.parametrize("pins", [
+    {"dp": 4, "tp": 1, "zero": 0, "microbatches": 2},
+    {"dp": 1, "tp": 4, "microbatches": 1},
+    {"pp": 2, "dp": 1, "tp": 2, "schedule": "1f1b", "microbatches": 4},
+], ids=str)
+def test_copies_of_what_is_frozen_count(pins: dict[str, Any]) -> None:
+    """In the compute dtype, of every parameter that is read and takes no gradient."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=1024, use_cache=False,
+        ))
+    for block in model.model.layers:
+        block.mlp.requires_grad_(False)
+    ids = torch.zeros((8, 128), dtype=torch.int64, device="meta")
+    graph = capture_model(model.train(), (), {"input_ids": ids, "labels": ids}, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(**pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
 def test_blocks_recompute_where_others_wait_the_least(share: float) -> None:
     """Stages of one block each in a part of the memory that blocks take which are all kept: nothing is held beyond it, what

@@ -323,10 +323,11 @@ class Costs:
         return seconds
 
     def parameter(
-        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours = MIDDLE,
+        self, value: Value, need: Sharding, trainable: bool | None, variant: Variant, group: float, unit: Neighbours = MIDDLE,
         late: float = 0.0, made: tuple[float, ...] = (),
     ) -> Vector | None:
-        """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
+        """What one use of a parameter or buffer (``trainable``: None) costs a block kept as ``variant``; None if the variant
+        cannot hold it so.
 
         FSDP2 moves all parameters of a block in one collective, so a parameter pays its share of one over ``group``, the
         number of the block's trainable elements; software that moves each ``alone`` pays every latency. Over axes that are no
@@ -345,15 +346,18 @@ class Costs:
         return self._parameter[key]
 
     def _of_parameter(
-        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours, late: float,
-        made: tuple[float, ...],
+        self, value: Value, need: Sharding, trainable: bool | None, variant: Variant, group: float, unit: Neighbours,
+        late: float, made: tuple[float, ...],
     ) -> Vector | None:
         """``parameter``, priced."""
         vector = np.zeros(RESOURCES)
         numel = value.numel / self.mesh.size(need.split_axes)
         if not trainable:
-            floats = value.dtype.is_floating_point  # which lie in fp32; how long a narrower copy is there the program shows
+            floats = value.dtype.is_floating_point  # which lie in fp32
             vector[PARAMETERS] = numel * (max(_CAST_BYTES, value.dtype.itemsize) if floats else value.dtype.itemsize)
+            if floats and trainable is not None and self.itemsize < _CAST_BYTES:
+                vector[PARAMETERS] += numel * self.itemsize
+                self._copied(vector, numel, variant, bool(made) and not unit.root)
             return vector
         variant = variant.of(need.split_axes)
         if set(variant.data_axes) & set(need.split_axes):
@@ -487,6 +491,11 @@ class Costs:
         vector[TRANSIENT] = begun
         ended = master * (1 + (self.mesh.world > 1)) if not taken else own + master * reduces
         vector[list(MOMENTS)] = [*(begun + always + one for one in there), ended + always * unit.ahead]
-        if not taken and self.itemsize < _CAST_BYTES:
+        self._copied(vector, numel, variant, not taken and self.itemsize < _CAST_BYTES)
+
+    def _copied(self, vector: Vector, numel: float, variant: Variant, counts: bool) -> None:
+        """Where it ``counts``, the copy in the compute dtype of what FSDP2 has no part in goes with its block."""
+        if counts:
+            cast = numel * self.itemsize
             vector[PARAMETERS] -= cast
             vector[[TRANSIENT if variant.recompute != "none" else SAVED, *MOMENTS[:-1]]] += cast

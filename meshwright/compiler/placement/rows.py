@@ -62,7 +62,7 @@ class Use:
     """A parameter or buffer as a position reads it.
 
     value, need: the parameter, and the sharding in which it is read
-    trainable: whether it takes a gradient
+    trainable: whether it takes a gradient, None: a buffer
     group: trainable elements of its unit
     first: whether a tied weight is charged here where all its readers share a rank
     late: elements whose gradients are summed together with others'
@@ -70,7 +70,7 @@ class Use:
 
     value: Value
     need: Sharding
-    trainable: bool
+    trainable: bool | None
     group: float
     first: bool = True
     late: float = 0.0

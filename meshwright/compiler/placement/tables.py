@@ -94,7 +94,7 @@ class ResourceTables:
     ) -> None:
         self.graph, self.mesh, self.schedule, self.costs, self.apart = graph, mesh, schedule, costs, apart
         self.shapes, self.saved, self.splits = shapes, saved, splits
-        self.trainable = {param.value: param.trainable for param in graph.params}
+        self.trainable = {param.value: None if param.buffer else param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
         self._moves: dict[int, tuple[Paths, float, Array]] = {}  # by the id of a table: bytes, seconds of the steps' forward
         self._again: dict[int, Array] = {}  # by the id of a table: bytes that linears gather again, and of their gradients

@@ -309,9 +309,9 @@ class StageCosts:
             now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
             copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
             summed = [1.0] * (not need.varying <= {*own})
-            found = max(found, now * use.trainable)
+            found = max(found, now * bool(use.trainable))
             for times in (*summed, *itertools.chain(*copies[:: -1 if own else 1])):
-                found, now = max(found, now * (1.0 + times) * use.trainable), now * times
+                found, now = max(found, now * (1.0 + times) * bool(use.trainable)), now * times
         return found
 
     def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
