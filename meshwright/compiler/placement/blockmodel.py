@@ -403,7 +403,7 @@ class Builder:
             there = kept.bytes(of) + _weights(self, model, of)
             worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
             found |= {worst.at: worst} if worst is not None else {}
-        if len(found) < len(MOMENTS) - 1:  # choices in which linears gather far more than is there else
+        if position.block < 0 and len(found) == 1:  # choices in which a head gathers far more than is there else
             again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
                      for one in held]
             found |= {held[n].at: held[n] for n in [again.index(max(again))] if again[n]} if again else {}

@@ -32,7 +32,7 @@ from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
 
-SOLVE_SECONDS = 2.0
+SOLVE_SECONDS = 3.0
 """Most of one solve, in nominal seconds: what was done is counted, not a clock."""
 _LEAST = 0.5
 """What one may take where all that there is for layouts is spent (chosen)."""
