@@ -292,17 +292,21 @@ class StageCosts:
         found[first] = max(0.0, bytes_[first] - run[beside, SAVED] * (first != beside))
         return found
 
+    @property
+    def _wide(self) -> float:
+        """By how much a gradient grows on its way to its sum."""
+        return 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize)
+
     def _ended(self, row: PlacedPosition, degrees: Degrees, variant: Variant, several: bool) -> float:
         """Bytes of a row's gradients when its backward is done: in the compute dtype, but those of weights that every data rank
         has others of, which FSDP2 does not take, in fp32, beside copies of them all if they are added to sums."""
-        wide = 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize)
-        return sum(bytes_ * (1.0 if variant.of(split).data_axes else wide * (1 + several))
+        return sum(bytes_ * (1.0 if variant.of(split).data_axes else self._wide * (1 + several))
                    for bytes_, split in self._made(row.uses, degrees))
 
     def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
         """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
         split: as it is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
-        wide, found = 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize), 0.0
+        wide, found = self._wide, 0.0
         for use in row.uses:
             need = renamed(use.need, degrees)
             own = variant.of(need.split_axes).data_axes
