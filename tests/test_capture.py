@@ -478,6 +478,60 @@ def test_batch_products_keep_batch_and_heads_apart(options, padded):
     assert not [op for op in graph.ops if any(graph.values[name].shape[:1] == (8,) for name in op.outputs)]
 
 
+class Alibi(nn.Module):
+    """Attention with a bias added by ``baddbmm``, as BLOOM's; ``again``: between the products batch and heads are taken apart
+    and merged once more, as XGLM's are."""
+
+    def __init__(self, again: bool = False, **scales: float) -> None:
+        super().__init__()
+        self.qkv, self.again, self.scales = nn.Linear(16, 48), again, scales
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        q, k, v = (part.reshape(b, s, 4, -1).transpose(1, 2).reshape(b * 4, s, -1) for part in self.qkv(x).chunk(3, -1))
+        bias = torch.arange(b * 4.0)[:, None, None].expand(-1, 1, s)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), **self.scales)
+        if self.again:
+            scores = torch.max(scores.view(b, 4, s, s), torch.tensor(-0.5)).view(b * 4, s, s)
+        return torch.bmm(scores.softmax(-1), v).view(b, 4, s, -1).transpose(1, 2).reshape(b, s, h)
+
+
+@pytest.mark.parametrize(("again", "scales"), [
+    (False, {}), (False, {"alpha": 0.3, "beta": 0.5}), (False, {"alpha": 0.3, "beta": 0}), (True, {"alpha": 0.3}),
+])
+def test_a_bias_added_to_a_batch_product_keeps_them_apart(again, scales):
+    graph = equal(Alibi(again, **scales), (torch.randn(2, 6, 16),))
+    products = [op for op in graph.ops if op.target == "aten.matmul.default"]
+    assert [graph.values[op.outputs[0]].shape for op in products] == [(2, 4, 6, 6), (2, 4, 6, 4)]
+    computed = [op for op in graph.ops if any(graph.values[name].differentiable for name in op.outputs)]
+    assert not [op for op in computed if any(graph.values[name].shape[:1] == (8,) for name in op.outputs)]
+
+
+class Parallel(nn.Module):
+    """A stream and two branches: in one order or another, ``seen``: the first sum is read by others too."""
+
+    def __init__(self, order: str, seen: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.order, self.seen = nn.Linear(8, 8), nn.Linear(8, 8), order, seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        a, b = self.a(x), self.b(x)
+        first = {"xab": x + a, "axb": a + x, "abx": a + b}[self.order]
+        return (first + (x if self.order == "abx" else b)) * (first.exp() if self.seen else 1)
+
+
+@pytest.mark.parametrize(("order", "seen", "together"), [
+    ("xab", False, True), ("axb", False, True), ("abx", False, True), ("xab", True, False),
+])
+def test_products_are_added_before_the_stream(order, seen, together):
+    graph = equal(Parallel(order, seen), (torch.randn(2, 3, 8),))
+    sums = [op for op in graph.ops if op.target == "aten.add.Tensor"]
+    made = [{graph.ops[graph.producers[name]].target for name in op.inputs} for op in sums]
+    assert len(made) == 2
+    assert ({"aten.linear.default"} in made) == together
+
+
 def test_dropout_of_attention_weights_is_drawn_once():
     graph = capture(Heads(dropout=0.5), (torch.randn(2, 6, 16),), {})
     (dropout,) = [op for op in graph.ops if op.target == "aten.dropout.default"]

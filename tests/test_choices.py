@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.api import plan
+from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.blockwise import solve_layout
@@ -117,6 +118,33 @@ def test_sequence_parallelism_splits_what_blocks_hand_on() -> None:
         assert off == [{}]  # whole on every rank
     off = [open_to(GRAPH, op, {"tp": "tensor"}, Pins(sequence_parallel=False, tp=2)) for op in linears(GRAPH)]
     assert all([set(a) for a in found] == [{"tp"}] for found in off)
+
+
+class Branches(nn.Module):
+    """What two row parallel products make, one of them scaled, is added; ``seen``: one of them is read by others too."""
+
+    def __init__(self, seen: bool = False) -> None:
+        super().__init__()
+        self.up, self.a, self.b, self.seen = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(32, 8), seen
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).relu()
+        a, b = self.a(h), self.b(h)
+        return ((x + (a.transpose(0, 1).transpose(0, 1) * x + b)).tanh() * (a.exp() if self.seen else 1) - y).square().mean()
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_pending_sums_pass_where_they_meet(seen: bool) -> None:
+    """Through the products and the addition in which they meet, and nowhere else: not to the stream, and not where one of them
+    has to be whole."""
+    graph = capture(Branches(seen), (torch.randn(4, 6, 8), torch.randn(4, 6, 8)), {})
+    found = Structure(graph, rules_of(graph)[0]).meeting
+    targets = [op.target for op in graph.ops if op.name in found]
+    assert targets == ([] if seen else ["aten.transpose.int", "aten.transpose.int", "aten.mul.Tensor", "aten.add.Tensor"])
+    for op in graph.ops:
+        if op.name in found:
+            assert {"x": found[op.name]} in open_to(graph, op, {"x": "tensor"})
+            assert {"x": found[op.name]} not in open_to(graph, op, {"x": "data"})
 
 
 def test_a_sequence_that_tp_does_not_divide() -> None:

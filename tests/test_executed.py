@@ -128,27 +128,32 @@ TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("mlp", {"tp": 4, "tensors": COLUMN_ROW}, "3 all_reduce", "2 all_reduce", ""),  # the first of three pairs sends none back
     ("mlp", DATA, "1 all_reduce", "", "6 all_reduce"),  # the loss, and the gradients of every layer
     ("mlp", {"dp": 2, "tp": 2, "tensors": COLUMN_ROW}, "4 all_reduce", "2 all_reduce", "6 all_reduce"),
-    # Two layers: 4 and 4. Embedding and head share a weight that lies split along the hidden dim: what is looked up is gathered
-    # once, the logits are summed once, and no gradient of the weight is gathered; the head's first linear is split too.
-    ("bert", PLAIN, "5 all_reduce, 2 all_gather", "5 all_reduce, 1 all_gather", ""),
+    # Two layers: 4 and 4. Embedding and head share a weight split along its words: what is looked up is a pending sum, to which
+    # the types' is added before one sum makes both whole; the two linears of the head are split, and gathered after.
+    ("bert", PLAIN, "5 all_reduce, 3 all_gather", "6 all_reduce", ""),
     # The same sums as reduce-scatters and gathers; a gather runs once more in the backward, for the weights' gradients. Norms:
     # one sum a block, one of the root. All-to-alls: from a split hidden dim to a split sequence, behind embedding and head.
-    ("bert", SEQUENCE, "5 reduce_scatter, 6 all_gather, 3 all_to_all, 1 all_reduce",
-     "6 reduce_scatter, 11 all_gather, 3 all_to_all, 3 all_reduce", ""),
+    ("bert", SEQUENCE, "5 reduce_scatter, 7 all_gather, 2 all_to_all, 1 all_reduce",
+     "6 reduce_scatter, 11 all_gather, 2 all_to_all, 3 all_reduce", ""),
     ("bert", DATA, "1 all_reduce", "", "3 all_reduce"),  # the loss; two blocks and the root
-    ("bert", BOTH, "6 all_reduce, 2 all_gather", "5 all_reduce, 1 all_gather", "3 all_reduce"),
+    ("bert", BOTH, "6 all_reduce, 2 all_gather", "6 all_reduce", "3 all_reduce"),
     # All-to-alls: q, k and v lie in one weight and one bias, of which ranks exchange rows, in each of two layers.
-    ("gpt2", PLAIN, "6 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", ""),
+    ("gpt2", PLAIN, "5 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", ""),
     # With a sequence split, a gather (its gradient scattered, and gathered for a weight's) stands for one of the sums forward.
-    ("gpt2", SEQUENCE, "5 reduce_scatter, 5 all_gather, 6 all_to_all, 1 all_reduce",
-     "5 reduce_scatter, 10 all_gather, 6 all_to_all, 3 all_reduce", ""),
+    ("gpt2", SEQUENCE, "5 reduce_scatter, 5 all_gather, 5 all_to_all, 1 all_reduce",
+     "5 reduce_scatter, 10 all_gather, 5 all_to_all, 3 all_reduce", ""),
     ("gpt2", DATA, "1 all_reduce", "", "3 all_reduce"),
-    ("gpt2", BOTH, "7 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", "3 all_reduce"),
+    ("gpt2", BOTH, "6 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", "3 all_reduce"),
     # Two key heads cannot be split over four ranks: attention gathers what it reads. Two ranks have one each.
     ("llama", PLAIN, "5 all_reduce, 7 all_gather", "5 all_reduce, 2 all_gather", ""),
     ("llama", DATA, "1 all_reduce", "", "3 all_reduce"),
     # The state of both blocks is split (ZeRO-1): their sums come in halves.
     ("llama", BOTH, "6 all_reduce, 1 all_gather", "5 all_reduce", "1 all_reduce, 2 reduce_scatter, 2 all_gather"),
+    # Attention and MLP side by side: their sums meet, so one a layer each way (and the embedding; loss). All query heads share
+    # one key head, which lies in a weight with theirs: what it makes is gathered.
+    ("Falcon", PLAIN, "3 all_reduce, 3 all_gather", "3 all_reduce, 2 all_gather", ""),
+    # Scores by a product to which a bias is added, batch and heads in one dim: the heads are split, as everywhere.
+    ("Bloom", PLAIN, "5 all_reduce, 1 all_gather", "5 all_reduce", ""),
 ]
 
 

@@ -1,7 +1,9 @@
 """Products of batches that keep the dims which the batch was made of.
 
     bmm(x, y), its batch a reshape of several dims (batch and heads)   =>   reshape(matmul(x', y')), x' and y' not reshaped
-    f(reshape(x)), f a permutation, softmax, dropout or elementwise    =>   reshape(f(x)), for what comes of such a product
+    baddbmm(z, x, y, beta=b, alpha=a)                                  =>   reshape(b z' + matmul(a x', y'))
+    f(reshape(x)), f a permutation, softmax, dropout or elementwise    =>   reshape(f(x)), for what comes of such a product,
+                                                                            apart or merged again on its way
 
 Attention written with ``bmm`` merges batch and heads into one dim, which can be split over one thing only: over tp a rank
 would get some sequences instead of some heads. The reshapes sink until one that takes the dims apart again meets them
@@ -21,6 +23,8 @@ from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 
 BMM, BADDBMM, MATMUL = "aten.bmm.default", "aten.baddbmm.default", "aten.matmul.default"
 SOFTMAX = frozenset({"aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"})
+DROPOUT = "aten.dropout.default"
+FOLLOWED = frozenset({RESHAPE, PERMUTE, TRANSPOSE, DROPOUT, *SOFTMAX})
 Shape = tuple[int, ...]
 
 
@@ -43,10 +47,17 @@ class _Pass:
 
     def __init__(self) -> None:
         self.merged: dict[str, _Merged] = {}
+        self.derived: set[str] = set()  # what was made of products and is no other one's
 
     def step(self, op: Op, edit: Edit) -> Iterable[Op] | None:
         self.op = op  # what is made for an op is made in its place, and so of its module
-        if op.target == BMM or (op.target == BADDBMM and len(op.args) == 3 and not op.kwargs):
+        if not self.derived.isdisjoint(op.inputs) and (op.target in FOLLOWED or is_elementwise(op)):
+            self.derived.update(op.outputs)
+        if op.target == RESHAPE and op.args[0].name in self.derived and op.args[0].name not in self.merged:
+            lead = _merged_from(edit.shape(op.args[0]), edit.values[op.outputs[0]].shape, 0)
+            self.merged.update({} if lead is None else {op.outputs[0]: _Merged(op.args[0], 0, lead)})
+            return None
+        if op.target == BMM or (op.target == BADDBMM and len(op.args) == 3):
             return self._product(op, edit)
         shape = edit.values[op.outputs[0]].shape
         names = (name for name in op.inputs if name in self.merged and len(edit.shape(Ref(name))) == len(shape))
@@ -60,7 +71,7 @@ class _Pass:
         if op.target in SOFTMAX and op.args[1] != known.dim:
             at = op.args[1] + (len(known.lead) - 1) * (op.args[1] > known.dim)
             return self._elementwise(replace(op, args=(op.args[0], at, *op.args[2:])), known, edit)
-        if op.target == "aten.dropout.default" or is_elementwise(op):
+        if op.target == DROPOUT or is_elementwise(op):
             return self._elementwise(op, known, edit)
         return None
 
@@ -70,16 +81,25 @@ class _Pass:
         if lead is None:
             return None
         ops: list[Op] = []
-        operands = tuple(self._apart(ref, 0, lead, edit, ops) for ref in (left, right))
-        out = edit.values[op.outputs[0]]
+        x, y = (self._apart(ref, 0, lead, edit, ops) for ref in (left, right))
+        out, scales = edit.values[op.outputs[0]], dict(op.kwargs)
         shape = (*lead, *out.shape[1:])
-        product = edit.op(op, MATMUL, operands, shape, out.dtype)
-        if op.target == BADDBMM:
-            term = self._aligned(op.args[0], len(out.shape), _Merged(Ref(""), 0, lead), edit, ops)
-            ops.append(product)
-            product = edit.op(op, "aten.add.Tensor", (term, Ref(product.outputs[0])), shape, out.dtype)
+        x = self._scaled(x, scales.get("alpha", 1), edit, ops)
+        product = edit.op(op, MATMUL, (x, y), shape, out.dtype)
         ops.append(product)
+        if op.target == BADDBMM and scales.get("beta", 1):
+            term = self._aligned(op.args[0], len(out.shape), _Merged(Ref(""), 0, lead), edit, ops)
+            term = self._scaled(term, scales.get("beta", 1), edit, ops)
+            product = edit.op(op, "aten.add.Tensor", (term, Ref(product.outputs[0])), shape, out.dtype)
+            ops.append(product)
         return self._merge(op, _Merged(Ref(product.outputs[0]), 0, lead), ops, edit)
+
+    def _scaled(self, ref: Ref, scale: float, edit: Edit, ops: list[Op]) -> Ref:
+        """A value times a number."""
+        if scale == 1:
+            return ref
+        ops.append(edit.op(self.op, "aten.mul.Tensor", (ref, scale), edit.shape(ref), edit.dtype(ref)))
+        return Ref(ops[-1].outputs[0])
 
     def _elementwise(self, op: Op, known: _Merged, edit: Edit) -> Iterable[Op]:
         """The operator on operands apart; what is read in other dims is broadcast as before."""
@@ -92,6 +112,7 @@ class _Pass:
 
     def _merge(self, op: Op, made: _Merged, ops: list[Op], edit: Edit) -> list[Op]:
         """The ops, and the op's own result as a reshape of what they made."""
+        self.derived.update(op.outputs)
         self.merged[op.outputs[0]] = made
         shape = edit.values[op.outputs[0]].shape
         return [*ops, replace(op, target=RESHAPE, args=(made.apart, shape), kwargs=())]

@@ -7,7 +7,7 @@
     unmerge_batches                                          (``batches``) batch products on the dims of their batch
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
     linear_nd, absorb_repeat_kv, normalize_batch_norm,       (``patterns``) composite operators
-    normalize_cross_entropy, reduce_losses, gather_by_sample, look_up_bags
+    normalize_cross_entropy, reduce_losses, gather_by_sample, look_up_bags, add_products_first
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
     decide                                                   (``ranges``) what is certain by what whole numbers can be
@@ -42,6 +42,7 @@ from meshwright.compiler.capture.masks import simplify_masks
 from meshwright.compiler.capture.movement import TURN, merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.capture.patterns import (
     absorb_repeat_kv,
+    add_products_first,
     gather_by_sample,
     linear_nd,
     look_up_bags,
@@ -78,6 +79,7 @@ RENAMED: Mapping[str, str] = {
     "aten.unsqueeze_copy.default": "aten.unsqueeze.default", "aten.select_copy.int": "aten.select.int",
     "aten.slice_copy.Tensor": "aten.slice.Tensor", "aten.swapaxes.default": "aten.transpose.int",
     "aten.swapdims.default": "aten.transpose.int", "aten.special_softmax.default": "aten.softmax.int",
+    "aten.max.other": "aten.maximum.default", "aten.min.other": "aten.minimum.default",
     "aten.special_log_softmax.default": "aten.log_softmax.int", "aten.special_xlogy.default": "aten.xlogy.Tensor",
 }
 SYNONYMS: Mapping[str, str] = {
@@ -114,7 +116,8 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, look_up_bags,
-    merge_reshapes, decide, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
+    add_products_first, merge_reshapes, decide, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes,
+    mark_differentiable,
 )
 LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs, lay_out)
 LEVELS = 8

@@ -8,6 +8,7 @@
                               =>   (sum, count) = mw.cross_entropy(logits [*b, v], labels [*b], ignore, smoothing); sum / count
     reduce_losses             an elementwise loss (mse_loss, .., a weighted or soft cross entropy) and its reduction
                               =>   the losses; their mean or sum
+    add_products_first        (x + p) + q with p and q products with weights   =>   x + (p + q)
     gather_by_sample          x[arange(b), i], a place or some of every sample   =>   gather along the dim after the sample's
     look_up_bags              a sum or mean of rows of a table, of as many for every bag   =>   embedding; sum or mean
 """
@@ -31,6 +32,7 @@ def arguments(op: Op, *defaults: Any) -> tuple[Any, ...]:
     return (*op.args, *defaults[len(op.args) - len(defaults):]) if len(op.args) < len(defaults) else op.args
 
 
+ADD, LINEAR = "aten.add.Tensor", "aten.linear.default"
 PRODUCTS = frozenset({"aten.mm.default", "aten.matmul.default"})
 
 
@@ -41,13 +43,13 @@ def linear_nd(graph: Graph) -> Graph:
     weights = {param.value for param in graph.params if not param.buffer}
 
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
-        if op.target == "aten.linear.default":
+        if op.target == LINEAR:
             x, weight, bias = arguments(op, None, None, None)
             ops: list[Op] = []
             if bias is not None and edit.shape(bias) != edit.shape(weight)[:1]:  # one number for all features
                 out = edit.values[op.outputs[0]]
                 product = edit.op(op, op.target, (x, weight), out.shape, out.dtype)
-                return product, replace(op, target="aten.add.Tensor", args=(Ref(product.outputs[0]), bias), kwargs=())
+                return product, replace(op, target=ADD, args=(Ref(product.outputs[0]), bias), kwargs=())
         elif op.target == "aten.addmm.default" and not op.kwargs and edit.shape(op.args[0]) == edit.shape(op.args[2])[1:]:
             bias, x, weight = op.args
             weight, ops = _transposed(weight, op, edit)
@@ -60,10 +62,10 @@ def linear_nd(graph: Graph) -> Graph:
         lead = _leading_dims(x, op, graph, readers, edit)
         plain = (x, weight) if bias is None else (x, weight, bias)
         if lead is None:
-            return (*ops, replace(op, target="aten.linear.default", args=plain, kwargs=()))
+            return (*ops, replace(op, target=LINEAR, args=plain, kwargs=()))
         whole = edit.op(op, RESHAPE, (edit.producer(x).args[0], (*lead, edit.shape(x)[-1])), (*lead, edit.shape(x)[-1]),  # type: ignore[union-attr]
                         edit.dtype(x))
-        linear = edit.op(op, "aten.linear.default", (Ref(whole.outputs[0]), *plain[1:]), (*lead, out.shape[-1]), out.dtype)
+        linear = edit.op(op, LINEAR, (Ref(whole.outputs[0]), *plain[1:]), (*lead, out.shape[-1]), out.dtype)
         flat = replace(op, target=RESHAPE, args=(Ref(linear.outputs[0]), out.shape), kwargs=())
         return (*ops, whole, linear, flat)
 
@@ -363,6 +365,28 @@ def look_up_bags(graph: Graph) -> Graph:
     return graph if found is graph else eliminate_dead_code(found)
 
 
+def add_products_first(graph: Graph) -> Graph:
+    """Of a stream and two products with weights the products are added to each other first: where their weights are split both
+    are terms, and one sum makes them whole (``structure.meeting``)."""
+    readers, leaving = graph.consumers(), {*graph.outputs, *(new for _, new in graph.mutations)}
+
+    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
+        for first, second in (op.args, op.args[::-1]) if op.target == ADD and not op.kwargs else ():
+            inner = edit.made_by(first, ADD)
+            if inner is None or inner.kwargs or first.name in leaving or len(readers[first.name]) > 1:
+                continue
+            products = [ref for ref in inner.args if edit.made_by(ref, LINEAR)]
+            others = [ref for ref in inner.args if ref not in products]
+            alike = {(edit.shape(ref), edit.dtype(ref)) for ref in (first, second, *inner.args) if isinstance(ref, Ref)}
+            if len(products) == len(others) == len(alike) == 1 and edit.made_by(second, LINEAR):
+                total = edit.op(op, ADD, (*products, second), *next(iter(alike)))
+                return total, replace(op, args=(*others, Ref(total.outputs[0])))
+        return None
+
+    found = rewrite(graph, step)
+    return graph if found is graph else eliminate_dead_code(found)
+
+
 def gather_by_sample(graph: Graph) -> Graph:
     """Look-ups by sample as gathers, so that the samples pass through."""
     return eliminate_dead_code(rewrite(graph, _by_sample))
@@ -386,7 +410,7 @@ def _by_sample(op: Op, edit: Edit) -> Iterable[Op] | None:
 
     at = places if dtype == torch.int64 else then("aten._to_copy.default", (places,), found, torch.int64)
     below = then("aten.lt.Scalar", (at, 0), found, torch.bool)
-    from_end = then("aten.add.Tensor", (at, shape[1]), found, torch.int64)
+    from_end = then(ADD, (at, shape[1]), found, torch.int64)
     at = then("aten.where.self", (below, from_end, at), found, torch.int64)
     thin = (*wide[:2], *(1,) * len(shape[2:]))
     at = at if found == thin else then(RESHAPE, (at, thin), thin, torch.int64)

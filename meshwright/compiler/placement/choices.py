@@ -165,6 +165,8 @@ def _allowed(op: Op, rule: OpRule, scope: Scope) -> list[list[str | None]]:
         of_tokens = kinds["batch"] if role in (EXPERT, TENSOR) else set[str]()
         of_tokens = of_tokens | (kinds["sequence"] if role == TENSOR or (role == SEQUENCE and role in routed) else set())
         allowed += [both for both in rule.together if factors_of(both)[0] in of_tokens]
+        if op.name in scope.structure.meeting and role not in SAMPLED and role != SEQUENCE:
+            allowed.append(scope.structure.meeting[op.name])
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     return per_axis
 
@@ -194,7 +196,8 @@ def _choices(
         found = _forced(found, weights, scope, TENSOR)
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable) and not _is_held(op, scope):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
-        found = _forced(found, set(rule.splittable) - kinds["batch"], scope, TENSOR)
+        passed = {scope.structure.meeting.get(op.name, "")}
+        found = _forced(found, {*rule.splittable, *passed} - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _held(op, found, scope)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
+from meshwright.compiler.structure.meeting import meeting
 from meshwright.compiler.structure.microbatch import check_groups, made_alone, split_alike, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
@@ -78,6 +79,11 @@ class Structure:
                 for factor in dims if factor is not None
             )
         return self._contracted[op.name]
+
+    @cached_property
+    def meeting(self) -> dict[str, str]:
+        """Of operators by which pending sums reach each other the choice that passes them on."""
+        return meeting(self.graph, self.rules, self.contracted)
 
     def _viewed(self, name: str) -> str:
         """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
