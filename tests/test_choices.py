@@ -147,6 +147,23 @@ def test_pending_sums_pass_where_they_meet(seen: bool) -> None:
             assert {"x": found[op.name]} not in open_to(graph, op, {"x": "data"})
 
 
+class Routed(nn.Module):
+    """A layer beside whose weights that of a gate is slight, and that of ``small`` is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate, self.small = (nn.Linear(16, n) for n in (64, 16, 2, 16))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((self.up(self.down(x)) * self.gate(self.small(x)).sum(-1, keepdim=True)).sum(-1) - y).square().mean()
+
+
+def test_slight_weights_may_lie_whole() -> None:
+    graph = capture(Routed(), (torch.randn(4, 6, 16), torch.randn(4, 6)), {})
+    whole = [graph.values[op.args[1].name].shape for op in linears(graph) if {} in open_to(graph, op, {"x": "tensor"})]
+    assert whole == [(2, 16)]
+
+
 def test_a_sequence_that_tp_does_not_divide() -> None:
     graph = graph_of(Stack(2, 16), 4, 1, 16)
     op = graph.ops[graph.producers[handed_on(graph)[0]]]

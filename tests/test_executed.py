@@ -129,8 +129,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("mlp", DATA, "1 all_reduce", "", "6 all_reduce"),  # the loss, and the gradients of every layer
     ("mlp", {"dp": 2, "tp": 2, "tensors": COLUMN_ROW}, "4 all_reduce", "2 all_reduce", "6 all_reduce"),
     # Two layers: 4 and 4. Embedding and head share a weight split along its words: what is looked up is a pending sum, to which
-    # the types' is added before one sum makes both whole; the two linears of the head are split, and gathered after.
-    ("bert", PLAIN, "5 all_reduce, 3 all_gather", "6 all_reduce", ""),
+    # what every rank looks up elsewhere is added as a term; the two linears of the head are split, and gathered after.
+    ("bert", PLAIN, "5 all_reduce, 2 all_gather", "6 all_reduce", ""),
     # The same sums as reduce-scatters and gathers; a gather runs once more in the backward, for the weights' gradients. Norms:
     # one sum a block, one of the root. All-to-alls: from a split hidden dim to a split sequence, behind embedding and head.
     ("bert", SEQUENCE, "5 reduce_scatter, 7 all_gather, 2 all_to_all, 1 all_reduce",

@@ -3,7 +3,8 @@
 An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "expert" (the
 same, and of mixtures the batch and the experts together where it divides these, or the experts of a product), "sequence" (it
 splits the sequence where an operator can, of attention by an algorithm that the rule names or by heads) or "tensor" (it splits
-anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every
+anything but the batch, and every weight that is contracted where it divides, unless that is slight beside others: placements
+are solved with memory unlimited, and what is large must not lie whole on every rank). Roles come from pins; without pins every
 axis is free.
 """
 
@@ -192,7 +193,7 @@ def _choices(
     if rule.together or op.name in scope.structure.stacked.products:
         found = _forced(found, {*rule.together, scope.structure.stacked.products.get(op.name, "")}, scope, *routed)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
-    if weights:
+    if weights and op.name not in scope.structure.slight:
         found = _forced(found, weights, scope, TENSOR)
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable) and not _is_held(op, scope):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank

@@ -9,6 +9,7 @@ from meshwright.compiler.search.bounds import ROUNDING
 from meshwright.compiler.search.candidates import PIECE, SHORT, Candidate
 from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.compiler.structure.structure import SLIGHT
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import seconds_text
 
@@ -61,7 +62,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         yield ("where data ranks share out experts, these read and leave tokens as they would if each rank had them all; a "
                "token goes once to each rank that has some of its experts, or once to those of them on a node")
     if cluster.world > 1 and pins.tp != 1 and (sweep.solved or sweep.pruned):
-        yield "tensor ranks split every operator with weights that they can split"
+        yield (f"tensor ranks split every operator with weights that they can split, if these are more than 1/{SLIGHT} of the "
+               "largest beside them")
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
     if cluster.world > 1 and not pins.says("cp") and attended(sweep.task.graph, sweep.task.rules):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
@@ -19,6 +20,9 @@ from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import Rules
+
+SLIGHT = 8
+"""Chosen: a weight so many times smaller than another of its position is split over tensor ranks only where that pays."""
 
 
 class Structure:
@@ -84,6 +88,23 @@ class Structure:
     def meeting(self) -> dict[str, str]:
         """Of operators by which pending sums reach each other the choice that passes them on."""
         return meeting(self.graph, self.rules, self.contracted)
+
+    @cached_property
+    def slight(self) -> frozenset[str]:
+        """Operators whose weights are small beside the largest that an operator of their position contracts: routers, adapters,
+        latent projections, keys and values of few heads. Tensor ranks split them only where that pays."""
+        found: set[str] = set()
+        for position in self.positions:
+            sizes = {op.name: self._weighed(op) for op in position.ops(self.graph)}
+            found.update(name for name, size in sizes.items() if 0 < SLIGHT * size <= max(sizes.values()))
+        return frozenset(found)
+
+    def _weighed(self, op: Op) -> int:
+        """Elements of the weights that an operator contracts."""
+        if not self.contracted(op):
+            return 0
+        weights = {param.value for param in self.graph.params if not param.buffer}
+        return sum(math.prod(self.graph.values[name].shape) for name in op.inputs if self._viewed(name) in weights)
 
     def _viewed(self, name: str) -> str:
         """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
