@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 import torch
 from sympy import divisors
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
@@ -50,6 +61,7 @@ from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import simulate
+from meshwright.footprint import footprints
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
@@ -655,6 +667,48 @@ def test_what_a_pipeline_is_counted_to_hold_is_what_its_program_holds(pins: dict
                      Pins(pp=4, tp=1, cp=1, microbatches=8, **pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
+
+
+@cache
+def family(name: str) -> Graph:
+    """Eight blocks of a model whose weights take more than its activations."""
+    if name == "t5":
+        config = T5Config(d_model=768, d_kv=64, d_ff=1536, num_layers=4, num_heads=8, vocab_size=1024, dropout_rate=0.0,
+                          use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+        kind, lengths = T5ForConditionalGeneration, {"input_ids": 64, "labels": 16}
+    else:
+        sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1024}
+        sizes |= {"intermediate_size": 2048, "max_position_embeddings": 64}
+        config = BertConfig(**sizes) if name == "bert" else Qwen3Config(
+            num_key_value_heads=4, head_dim=128, use_cache=False, tie_word_embeddings=True, **sizes)
+        kind = BertForMaskedLM if name == "bert" else Qwen3ForCausalLM
+        lengths = {"input_ids": 64, "labels": 64}
+    with torch.device("meta"):
+        model, batch = kind(config), {key: torch.zeros((16, length), dtype=torch.int64) for key, length in lengths.items()}
+    return capture_model(model.train(), (), batch, (), None, "bf16")
+
+
+@pytest.mark.parametrize(("graph", "pins"), [
+    (partial(llama, 8, 1024, 16, 64), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "none"}),
+    (partial(llama, 8, 1024, 16, 64), {"pp": 4, "schedule": "gpipe", "zero": 2, "recompute": "full"}),
+    (partial(llama, 8, 1024, 16, 64), {"pp": 4, "schedule": "1f1b", "zero": 3, "recompute": "full"}),
+    (partial(llama, 8, 512, 16, 64, 16384), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "none"}),
+    (partial(gpt, 8, 1024, 8, 16, 64, 1024), {"pp": 2, "schedule": "interleaved1f1b", "zero": 3, "recompute": "none"}),
+    (partial(family, "qwen3"), {"pp": 4, "schedule": "1f1b", "zero": 3, "recompute": "full"}),
+    (partial(family, "t5"), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "none"}),
+    (partial(family, "bert"), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "full"}),
+    (partial(mixture, 8, 512, 16, 64), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "full"}),
+], ids=["zero 2", "gpipe", "zero 3", "vocabulary", "several stages", "tied", "encoder and decoder", "bert", "mixture"])
+def test_what_reductions_of_a_pipeline_leave_is_there_once_in_each_stage(
+    graph: Callable[[], Graph], pins: dict[str, Any]
+) -> None:
+    """A stage has one buffer: that of the block behind the one that runs, or of its last reduction, its root's if it has one,
+    until it reduces again. Its first block has none to gather. On every rank."""
+    where = Cluster.parse(f"h100:1x{2 * pins['pp']}")
+    plan = make_plan(graph(), where, Pins(dp=2, tp=1, cp=1, microbatches=8, **pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
+    held = footprints(plan, rules_of(plan.graph)[0], 8.0)
+    assert list(counted) == pytest.approx([held[rank].bytes for rank in range(pins["pp"])], rel=0.015)
 
 
 @pytest.mark.parametrize("pins", [

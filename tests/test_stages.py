@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds, Shared
+from meshwright.compiler.pipeline.intervals import BESIDE, Crossings, Intervals, OutsideSeconds, Shared
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.refine import Cutting, _flipped
 from meshwright.compiler.pipeline.stage_bound import Bound, _costs, cannot_run_in, classes_of, fractional_bound, link_bound
@@ -41,10 +41,11 @@ Option = tuple[tuple[int, ...], tuple[int, ...], float]
 
 def random_units(n: int, seed: int) -> list[Unit]:
     rng = np.random.default_rng(seed)
-    columns, ends = rng.random((9, n)), 0.3 * rng.random((4, n))
+    columns, ends = rng.random((9, n)), 0.3 * rng.random((8, n))
     return [
         Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i],
-             released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i])
+             released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i],
+             gathered=0.3 * ends[4, i], ended=2.0 * ends[5, i], reduced=ends[6, i], root=ends[7, i] * (i in (0, n - 1)))
         for i in range(n)
     ]
 
@@ -61,12 +62,19 @@ def timed_bound(
     return max(found)
 
 
-def transient_by_hand(stage: list[Unit]) -> float:
-    """Of each unit its own, what is there for the one behind it, less what those behind it have released."""
-    return max(
-        u.transient + (u.behind if n + 1 < len(stage) else 0.0) - sum(v.released for v in stage[n + 1 :])
-        for n, u in enumerate(stage)
-    )
+def transient_by_hand(stage: list[Unit], left: float = 0.0) -> float:
+    """Of each unit its own with what is there for the one behind it, or is ``left``, or as its gradients are reduced, less what
+    those behind it have released; and the root's reduction, when all have."""
+    found = [sum(u.root for u in stage) - sum(u.released for u in stage)]
+    for n, u in enumerate(stage):
+        running = u.transient - u.gathered * (not n) + (u.behind if n + 1 < len(stage) else left)
+        found.append(max(running, u.ended) - sum(v.released for v in stage[n + 1 :]))
+    return max(found)
+
+
+def left_by_hand(stage: list[Unit]) -> float:
+    """What is reduced last."""
+    return sum(u.root for u in stage) or stage[0].reduced
 
 
 def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
@@ -77,20 +85,21 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
 
 def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
     """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward, what
-    its last reduction leaves while others do."""
+    its last reduction has left then and while others do."""
     saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
-    beside, summed = [transient_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
+    left, summed = [left_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
+    beside = [(transient_by_hand(part), transient_by_hand(part, bytes_)) for part, bytes_ in zip(parts, left, strict=True)]
     found = []
     for rank, actions in enumerate(table.ranks):
         held, most, there = sum(u.state for s in table.stages_of(rank) for u in parts[s]), 0.0, set[int]()
         for s, kind, _ in actions:
-            left = beside[s] + sum(parts[other][0].behind for other in there - {s})
-            most = max(most, held + left if kind != "F" else 0.0)
+            others = sum(left[other] for other in there - {s})
+            most = max(most, held + others + beside[s][s in there] if kind != "F" else 0.0)
             held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             if kind in "BW" and s not in there:
                 there.add(s)
                 held += summed[s]
-                most = max(most, held + left)
+                most = max(most, held + others + beside[s][1])
         found.append(most)
     return found
 
@@ -692,7 +701,7 @@ def test_what_reductions_leave_counts_in_the_bounds(setting: tuple[str, int, int
     name, pp, v, m = setting
     table, outside = schedule_table(name, pp, v, m), outside_of(9, seed, 1.0)
     paths = KnownPaths(table)
-    units = [replace(u, behind=6.0 + 3.0 * u.behind, pending=None) for u in random_units(9, seed)]
+    units = [replace(u, reduced=6.0 + 3.0 * u.reduced, root=20.0 * u.root, pending=None) for u in random_units(9, seed)]
     known = Intervals.of([units], range(10))
     every = []
     for inner in itertools.combinations(range(1, 9), pp * v - 1):
@@ -713,7 +722,7 @@ def test_what_reductions_leave_counts_in_the_bounds(setting: tuple[str, int, int
             assert wide.seconds <= best * (1 + 1e-6)
     if v > 1:
         low, slow = np.full(pp, 0.5 * least), 10.0 * max(seconds for _, seconds in every)
-        freed = Intervals.of([[replace(u, behind=0.0) for u in units]], range(10))
+        freed = Intervals.of([[replace(u, reduced=0.0, root=0.0) for u in units]], range(10))
         told, missed = (timed_bound(one, table, outside, low, 0.0, slow, KnownPaths(table)) for one in (known, freed))
         assert missed < told == slow
 
@@ -877,7 +886,7 @@ def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str
     only cut there is fits as much as they take one after the other: no bound may take both for granted at once."""
     name, pp, v, m = setting
     table, nothing = schedule_table(name, pp, v, m), OutsideSeconds.nothing(pp * v)
-    units = [replace(u, released=0.0, behind=0.0, entered=0.0, left=0.0) for u in random_units(pp * v, 1)]
+    units = [replace(u, released=0.0, entered=0.0, left=0.0, reduced=0.0, root=0.0) for u in random_units(pp * v, 1)]
     units[-1] = replace(units[-1], saved=0.0, pending=0.0, transient=20.0)
     parts = [[unit] for unit in units]
     room = max(memory_by_hand(table, parts)) * (1 + 1e-9)
@@ -949,19 +958,23 @@ def test_reductions_move_the_cut() -> None:
 
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved1f1b", 2), ("zbv", 2)])
 def test_a_weight_that_units_of_a_stage_share_is_there_once(name: str, virtual: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against every cut by hand, enumerated or searched, with more and more memory: the same step, and no bound beyond it."""
-    n, pp, m, shared = 8, 2, 4, [Shared(1, 3, 6.0), Shared(3, 6, 5.0)]
+    """Against every cut by hand, enumerated or searched, with more and more memory: the same step, and no bound beyond it. So
+    is what its reduction leaves."""
+    n, pp, m, shared = 8, 2, 4, [Shared(1, 3, 6.0, 2.0), Shared(3, 6, 5.0, 2.0)]
     rng = np.random.default_rng(5)
-    units = [Unit(str(at), *rng.random(3), state=7.0 if at in (1, 3, 6) else rng.random()) for at in range(n)]
+    units = [Unit(str(at), *rng.random(3), state=7.0 if at in (1, 3, 6) else rng.random(), root=2.0 * (at in (1, 3, 6)))
+             for at in range(n)]
     table, outside = schedule_table(name, pp, virtual, m), OutsideSeconds.nothing(n)
     every = list[tuple[float, float]]()
     for inner in itertools.combinations(range(1, n), pp * virtual - 1):
         numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
-        state = [sum(units[at].state for at in own) - sum(bytes_ for before, at, bytes_ in shared if {before, at} <= {*own})
-                 for own in numbers]
-        held = max(sum(state[stage] for stage in table.stages_of(rank)) for rank in range(pp))
         parts, none = [[units[at] for at in own] for own in numbers], [0.0] * (pp * virtual - 1)
-        every.append((held, step_by_hand(table, parts, [none, none], numbers, outside)))
+        alone = []
+        for own in numbers:
+            once = {one.at: one for one in shared if {one.before, one.at} <= {*own}}
+            alone.append([replace(u, state=u.state - once[at].bytes_, root=u.root - once[at].root) if at in once else u
+                          for at, u in ((at, units[at]) for at in own)])
+        every.append((max(memory_by_hand(table, alone)), step_by_hand(table, parts, [none, none], numbers, outside)))
     levels = sorted({held for held, _ in every})
     for room in (levels[0], levels[len(levels) // 3], levels[-1]):
         best, room = min(seconds for held, seconds in every if held <= room), room * (1 + 1e-9)
@@ -1009,7 +1022,7 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
     for seed in range(6):
         ways, table = slimmer(random_units(8, seed), seed), schedule_table("1f1b", 2, 1, 4)
         numbers = {key: np.array([[getattr(u, key) for u in way] for way in ways])
-                   for key in ("saved", "state", "transient", "released", "behind")}
+                   for key in ("saved", "state", *BESIDE)}
         work = np.array([[u.forward + u.backward_input + u.backward_weight for u in way] for way in ways])
         held = np.array([numbers["saved"], numbers["saved"], 0 * numbers["state"], numbers["state"]])
 
@@ -1018,14 +1031,14 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
             units = range(4 * rank, 4 * rank + 4)
             own = {key: [column[o, u] for o, u in zip(chosen, units, strict=True)] for key, column in numbers.items()}
             most = int(table.in_flight[rank].sum(axis=(1, 2)).max())
-            beside = [Unit(str(n), 0.0, 0.0, 0.0, transient=t, released=r, behind=b)
-                      for n, (t, r, b) in enumerate(zip(own["transient"], own["released"], own["behind"], strict=True))]
-            return float(most * sum(own["saved"]) + sum(own["state"]) + transient_by_hand(beside))
+            beside = [Unit("", 0.0, 0.0, 0.0, **dict(zip(BESIDE, each, strict=True)))
+                      for each in zip(*(own[key] for key in BESIDE), strict=True)]
+            there = table.microbatches > most  # a backward came before
+            return float(most * sum(own["saved"]) + sum(own["state"]) + transient_by_hand(beside, left_by_hand(beside) * there))
 
         full = [bytes_of(rank, (2,) * 4) for rank in (0, 1)]
         capacity = [1.15 * one for one in full]
-        transient = np.array([numbers[key] for key in ("transient", "released", "behind")])
-        (found,) = lighten(held, transient, work, table, (0, 4, 8), capacity, np.full(8, 2))
+        (found,) = lighten(held, np.array([numbers[key] for key in BESIDE]), work, table, (0, 4, 8), capacity, np.full(8, 2))
         for rank in (0, 1):
             own = tuple(found[4 * rank : 4 * rank + 4].tolist())
             assert bytes_of(rank, own) <= capacity[rank]

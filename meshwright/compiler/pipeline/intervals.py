@@ -38,8 +38,11 @@ class Unit:
     only while the unit runs), ``released`` (of ``saved``, what is not there while an earlier unit of the stage runs for the
     same micro-batch: not yet in its forward, no more in its backward), ``entered``, ``left`` (saved more where a stage begins
     or ends with the unit: what entered, if the unit does not save it, and the copy of what is sent on), ``behind`` (alive too
-    while the unit runs, if another one of its stage comes behind it). ``value``, ``gradient``: seconds to send what crosses a
-    boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
+    while the unit runs, if another one of its stage comes behind it, whose gradients are still being reduced), ``gathered`` (of
+    ``transient``, what is there for one before it), ``ended`` (alive as its own gradients are reduced, in the place of all
+    these), ``reduced`` (what that leaves until others of its stage are), ``root`` (the same of what is reduced with all of its
+    stage, at the end). ``value``, ``gradient``: seconds to send what crosses a boundary right after this unit, down and up;
+    ``math.inf`` forbids a cut there.
     """
 
     name: str
@@ -57,33 +60,65 @@ class Unit:
     entered: float = 0.0
     left: float = 0.0
     behind: float = 0.0
+    gathered: float = 0.0
+    ended: float = 0.0
+    reduced: float = 0.0
+    root: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
-    """One unit of several that follow each other."""
+    """One unit, a stage of its own, of several that follow each other."""
 
     def total(name: str) -> float:
         return float(sum(getattr(unit, name) for unit in units))
 
-    last, beside = units[-1], np.array([(unit.transient, unit.released, unit.behind) for unit in units]).T
+    columns = np.array([[getattr(unit, name) for name in BESIDE] for unit in units]).T
+    transient, later, left = (float(found[0]) for found in beside_of(columns, (0,)))
     return Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
-        float(transient_of(beside, (0,))[0]), last.value, last.gradient,
+        transient + later - left, units[-1].value, units[-1].gradient,
         sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"), total("released"),
-        units[0].entered, last.left, last.behind,
+        units[0].entered, units[-1].left, ended=transient, reduced=left,
     )
 
 
-def transient_of(beside: np.ndarray, begin: Sequence[int]) -> np.ndarray:
-    """The most that is alive beside what units which follow each other keep for the micro-batch, of the stages that begin at
-    each of ``begin``. ``beside`` [3, ..., n]: of a unit its own, what all behind it in its stage have released, and what is
-    there for the one behind it, if there is one."""
-    transient, released, behind = beside
-    sums = np.concatenate([np.zeros((*released.shape[:-1], 1)), np.cumsum(released, axis=-1)], axis=-1)
-    ends = np.array([*begin[1:], released.shape[-1]], dtype=np.int64)
-    alive = transient + behind
-    alive[..., ends - 1] = transient[..., ends - 1]
-    return np.asarray(np.maximum.reduceat(alive + sums[..., 1:], begin, axis=-1) - sums[..., ends])
+BESIDE = ("transient", "released", "behind", "gathered", "ended", "reduced", "root")
+"""What is there of units beside what is kept of them."""
+
+
+class Transients(NamedTuple):
+    """Bytes of stages beside what their units keep: the most while one runs backward for the first time (``transient``),
+    ``later`` so much more, as its last reduction is still there, and what that has ``left`` while others of its rank run."""
+
+    transient: np.ndarray
+    later: np.ndarray
+    left: np.ndarray
+
+
+def beside_of(columns: np.ndarray, begin: Sequence[int]) -> Transients:
+    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [7, ..., n] of units that follow each other. While
+    one runs all behind it in its stage have released what they do, and at the end all have."""
+    peak, last = alive_at_most(columns, begin)[::2]
+    released, reduced, root = columns[1], *columns[5:]
+    rooted = np.add.reduceat(root, begin, axis=-1)
+    most, left = np.maximum(peak, rooted - np.add.reduceat(released, begin, axis=-1)), reduced[..., begin]
+    left = np.where(rooted > 0.0, rooted, left)
+    return Transients(most, np.maximum(last + left - most, 0.0), left)
+
+
+def alive_at_most(columns: np.ndarray, begin: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of ``beside_of`` at the moments of units, none of them before the stage's last reduction was let go: if the stage
+    ends with those that begin at each of ``begin``, if others follow, and as the last unit runs."""
+    running, released, behind, gathered, ended = columns[:5]
+    sums = np.cumsum(released, axis=-1)
+    last = np.array([*begin[1:], released.shape[-1]], dtype=np.int64) - 1
+    running = running.copy()
+    running[..., begin] -= gathered[..., begin]
+    alive = np.maximum(running + behind, ended)
+    runs = running[..., last]
+    alive[..., last] = np.maximum(runs, ended[..., last])
+    peak = np.maximum.reduceat(alive + sums, begin, axis=-1) - sums[..., last]
+    return peak, np.maximum(peak, runs + behind[..., last]), runs
 
 
 @dataclass(frozen=True)
@@ -124,20 +159,22 @@ class OutsideSeconds:
 
 
 class Shared(NamedTuple):
-    """A weight that two units read, ``before`` and ``at``, and ``bytes_`` of state that both count."""
+    """A weight that two units read, ``before`` and ``at``, and ``bytes_`` of state and of what is reduced with the ``root``'s
+    that both count."""
 
     before: int
     at: int
     bytes_: float
+    root: float = 0.0
 
 
 def once(shared: Sequence[Shared], boundaries: Sequence[int], units: int) -> np.ndarray:
-    """Bytes of every unit's state [units] that are there once where a stage has both that read them, of stages that start at
-    these boundaries, and the end."""
-    found: np.ndarray = np.zeros(units)
+    """Bytes of every unit's state and root [2, units] that are there once where a stage has both that read them, of stages that
+    start at these boundaries, and the end."""
+    found: np.ndarray = np.zeros((2, units))
     for one in shared:
         if not any(one.before < start <= one.at for start in boundaries):
-            found[one.at] += one.bytes_
+            found[:, one.at] += one.bytes_, one.root
     return found
 
 
@@ -147,10 +184,11 @@ class Intervals:
 
     prefix: [7, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending, summed before each
         position
-    peak, inner: [options, n], transient bytes of a unit that ends a stage, and of one that others follow there
-    released: [options, n + 1], sums of what units release before each position
-    ends: [options, 3, n], bytes that are saved more where a stage begins or ends with a unit, and those that its last
-        reduction leaves where it begins with one
+    peak, inner, last: [2, options, n], bytes beside what is kept of a unit that ends a stage, of one that others follow there,
+        and of the former but as it is reduced; where others come before it there, and where none do
+    released, rooted: [options, n + 1], sums of what units release before each position, and of their ``root``
+    ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
+    reduced: [options, n], bytes that a stage's last reduction leaves where it begins with a unit and has no root
     value, gradient: [n + 1], seconds to cross a position forward and backward
     shared: weights that several units read, of two of which one is the next to: there once where one stage has both
     apart: whether a cut is allowed between any two of what was made into units, so that each has one option as a whole
@@ -159,8 +197,11 @@ class Intervals:
     prefix: np.ndarray
     peak: np.ndarray
     inner: np.ndarray
+    last: np.ndarray
     released: np.ndarray
+    rooted: np.ndarray
     ends: np.ndarray
+    reduced: np.ndarray
     value: np.ndarray
     gradient: np.ndarray
     shared: tuple[Shared, ...] = ()
@@ -173,50 +214,69 @@ class Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         columns = np.array(
             [[(u.forward, u.backward_input, u.backward_weight, u.state, u.saved, u.saved if u.pending is None else u.pending,
-               u.summed, u.transient, u.released, u.behind, u.entered, u.left) for u in units] for units in options],
+               u.summed, *(getattr(u, name) for name in BESIDE), u.entered, u.left) for u in units] for units in options],
             dtype=np.float64,
         ).transpose(2, 0, 1)
         value, gradient = (np.array([getattr(u, name) for u in options[0]]) for name in ("value", "gradient"))
-        return cls.of_columns(columns[:7], columns[7:10], columns[10:], value, gradient, positions, shared)
+        return cls.of_columns(columns[:7], columns[7:-2], columns[-2:], value, gradient, positions, shared)
 
     @classmethod
     def of_columns(
-        cls, columns: np.ndarray, transient: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
+        cls, columns: np.ndarray, beside: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
         positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``transient``, what is
-        released and what is there for the unit behind [3, options, units], what is saved more at ``ends`` of stages [2,
-        options, units], seconds to cross behind each unit forward and backward [units]."""
-        peak = transient_of(transient, positions[:-1])
-        inner = np.maximum(peak, peak + transient[2][:, np.array(positions[1:]) - 1])
-        columns = np.concatenate([columns, transient[1:2]])
-        sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [7, options,
+        units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward and
+        backward [units]."""
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
+        behind, inside = at[1:] - 1, beside.copy()
+        inside[3] = 0.0
+        peak, inner, last = np.stack([alive_at_most(each, positions[:-1]) for each in (inside, beside)], axis=1)
+        columns = np.concatenate([columns, beside[[1, 6]]])
+        sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
-        outer = np.stack([ends[0][:, at[:-1]], ends[1][:, at[1:] - 1], transient[2][:, at[:-1]]], axis=1)
+        outer = np.stack([ends[0][:, at[:-1]], ends[1][:, behind]], axis=1)
         within = [(np.searchsorted(at, [one.before, one.at], side="right") - 1).tolist() for one in shared]
-        there = [Shared(before, behind, one.bytes_) for one, (before, behind) in zip(shared, within, strict=True)]
+        there = [one._replace(before=before, at=after) for one, (before, after) in zip(shared, within, strict=True)]
         for one in there:
             if one.before == one.at:
                 sums[3, :, one.at + 1 :] -= one.bytes_
-        several = tuple(one for one in there if one.before < one.at)
-        alone = len(positions) == len(value) + 1
-        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1], several, alone)
+                sums[8, :, one.at + 1 :] -= one.root
+        several, alone = tuple(one for one in there if one.before < one.at), len(positions) == len(value) + 1
+        sides, first = (peak, inner, last, sums[7], sums[8], outer), beside[5][:, at[:-1]]
+        return cls(sums[:7], *sides, first, crossing[0], crossing[1], several, alone)
 
     @functools.cached_property
-    def transient(self) -> np.ndarray:
-        """Of every interval as a stage (``transient_of``), [options, n + 1, n + 1]."""
-        found: np.ndarray = np.zeros((self.options, self.count + 1, self.count + 1))
-        for i in range(self.count):  # of the last unit, or of those before it
-            before = np.maximum.accumulate(self.inner[:, i:-1] + self.released[:, i + 1 : -1], axis=1)
-            found[:, i, i + 1 :] = self.peak[:, i:]
+    def beside(self) -> Transients:
+        """Of every interval as a stage (``beside_of``), [options, n + 1, n + 1] each."""
+        rooted: np.ndarray = self.rooted[:, None, :] - self.rooted[:, :, None]
+        for one in self.shared:
+            rooted[:, : one.before + 1, one.at + 1 :] -= one.root
+        left, found, last = (np.zeros(rooted.shape) for _ in range(3))
+        left[:, :-1] = np.where(rooted[:, :-1] > 0.0, rooted[:, :-1], self.reduced[:, :, None])
+        for i in range(self.count):  # of the last unit, or of those before it, or at the end
+            alive = np.concatenate([self.inner[1, :, i : i + 1], self.inner[0, :, i + 1 : -1]], axis=1)[:, : self.count - 1 - i]
+            before = np.maximum.accumulate(alive + self.released[:, i + 1 : -1], axis=1)
+            found[:, i, i + 1], found[:, i, i + 2 :] = self.peak[1, :, i], self.peak[0, :, i + 1 :]
             found[:, i, i + 2 :] = np.maximum(found[:, i, i + 2 :], before - self.released[:, i + 2 :])
-        return found
+            last[:, i, i + 1], last[:, i, i + 2 :] = self.last[1, :, i], self.last[0, :, i + 1 :]
+        found = np.maximum(found, rooted - self.released[:, None, :] + self.released[:, :, None])
+        return Transients(found, np.maximum(last + left - found, 0.0), left)
+
+    @property
+    def transient(self) -> np.ndarray:
+        """Of every interval as a stage, [options, n + 1, n + 1]."""
+        return self.beside.transient
+
+    @functools.cached_property
+    def least_left(self) -> np.ndarray:
+        """Bytes that the last reduction of every interval leaves at least, [n + 1, n + 1]."""
+        return np.asarray(self.beside.left.min(axis=0))
 
     @functools.cached_property
     def least_transient(self) -> np.ndarray:
-        """The same if every unit has the option of least, and those behind it that which releases most: [n + 1, n + 1]."""
-        return _of_intervals(np.maximum, self.peak.min(axis=0), self.most_released)
+        """The same of ``transient`` if every unit has the option of least, and those behind it that which releases most."""
+        return _of_intervals(np.maximum, self.peak[1].min(axis=0), self.most_released)
 
     @functools.cached_property
     def most_released(self) -> np.ndarray:
@@ -391,9 +451,10 @@ def stage_memory(units: Intervals, moments: np.ndarray, stage: int, stages: int)
     """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``moments``: int [k, 3], see ``Table.moments``."""
     rows, columns = _band(units.count, stage, stages)
     state, saved, pending, summed = units.matrices[3:, :, rows, columns]
-    held = [state + full * saved + (half * pending if half else 0.0) + (summed if there else 0.0)
+    transient, later = (of[:, rows, columns] for of in units.beside[:2])
+    held = [state + full * saved + (half * pending if half else 0.0) + (summed + later if there else 0.0)
             for full, half, there in moments.tolist()]
-    bytes_ = functools.reduce(np.maximum, held) + units.transient[:, rows, columns]
+    bytes_ = functools.reduce(np.maximum, held) + transient
     return _allowed(bytes_, units.count, stage, stages)
 
 
@@ -412,10 +473,13 @@ def recomputed(units: Intervals, moments: np.ndarray, stage: int, stages: int, c
         steps, meanwhile = _steps(bytes_, work), units.least_transient[rows, columns]
         if steps:  # whatever recomputes holds what one unit does so meanwhile
             frees = np.any([one.frees > 0 for one in steps], axis=0)
-            least = np.where(frees, units.peak[1:].min(axis=0), np.inf)
+            least = np.where(frees, units.peak[1, 1:].min(axis=0), np.inf)
             least = _of_intervals(np.minimum, least, units.most_released)[rows, columns]
             meanwhile = np.maximum(meanwhile, np.where(np.isfinite(least), least, 0.0))
-        fits = held + units.transient[0, rows, columns] <= capacity
+        if there:
+            left = units.last[1].min(axis=0) + units.least_left[:, 1:]
+            meanwhile = np.maximum(meanwhile, left[rows, slice(columns.start - 1, columns.stop - 1)])
+        fits = held + (units.transient + there * units.beside.later)[0, rows, columns] <= capacity
         need = np.where(fits, 0.0, np.maximum(held + meanwhile - capacity, 0.0))
         seconds = np.zeros(state.shape)
         for one in steps:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.pipeline.intervals import hull, transient_of
+from meshwright.compiler.pipeline.intervals import beside_of, hull
 from meshwright.ir.schedules import Table
 
 _AT_ONCE = 16
@@ -28,19 +28,20 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    transient: [3, options, units], with what is released and what is there for the unit behind (``intervals.transient_of``)
+    beside: [7, options, units], what is there of units beside that (``intervals.BESIDE``)
     work: [options, units]
     stage: of every unit, of the rank's own
     moments: counts and where each stage's begin, see ``Table.side_by_side``
     """
 
     def __init__(
-        self, held: np.ndarray, transient: np.ndarray, work: np.ndarray, stage: np.ndarray,
+        self, held: np.ndarray, beside: np.ndarray, work: np.ndarray, stage: np.ndarray,
         moments: tuple[np.ndarray, np.ndarray], capacity: float,
     ) -> None:
-        self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
+        self.held, self.beside, self.work, self.capacity = held, beside, work, capacity
         (counts, begin), several = moments, len(moments[1])
         self.runs, self.others = np.searchsorted(begin, np.arange(len(counts)), side="right") - 1, counts[:, 3 * several :]
+        self.there = counts[:, 2 * several : 3 * several]
         each = counts[:, : 3 * several].reshape(len(counts), 3, several)
         self.weights = np.stack([*each[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
         self._counts = self.weights.transpose(1, 0, 2).reshape(len(counts), -1)
@@ -56,8 +57,9 @@ class _Rank:
         left."""
         each = np.moveaxis(self.held[:, ways, self.units], 0, -2).reshape(*ways.shape[:-1], self._counts.shape[1])
         held = each @ self._counts.T
-        held += self.transient[2, ways[..., self.begin], self.begin] @ self.others.T
-        return np.asarray(held + transient_of(self.transient[:, ways, self.units], self.begin)[..., self.runs])
+        transient, later, left = beside_of(self.beside[:, ways, self.units], self.begin)
+        held += later @ self.there.T + (left - later) @ self.others.T
+        return np.asarray(held + transient[..., self.runs])
 
     def seconds(self, chosen: np.ndarray) -> float:
         """Of a micro-batch."""
@@ -123,14 +125,14 @@ def _orders(stages: int) -> list[np.ndarray]:
 
 
 def lighten(
-    bytes_: np.ndarray, transient: np.ndarray, work: np.ndarray, table: Table, boundaries: Sequence[int],
+    bytes_: np.ndarray, beside: np.ndarray, work: np.ndarray, table: Table, boundaries: Sequence[int],
     capacity: Sequence[float], chosen: np.ndarray,
 ) -> np.ndarray:
     """Ways to choose the option of every unit, [ways, n], from one under which a cut fits.
 
-    ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``transient``:
-    [3, options, n], as of ``_Rank``, that of the stage that runs; ``work``: [options, n], seconds of a micro-batch;
-    ``boundaries``: where stages start, and the end; ``capacity``: bytes of every rank [pp].
+    ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``beside``:
+    [7, options, n], as of ``_Rank``; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and
+    the end; ``capacity``: bytes of every rank [pp].
     """
     orders = _orders(table.stages // table.pp)
     found = np.tile(chosen, (1 + len(orders), 1))
@@ -141,7 +143,7 @@ def lighten(
         if not chosen[units].any():
             continue
         stage, moments = np.searchsorted(own, stage_of[units]), table.side_by_side[rank]
-        parts = bytes_[:, :, units], transient[:, :, units], work[:, units], stage
+        parts = bytes_[:, :, units], beside[:, :, units], work[:, units], stage
         key = b"".join(part.tobytes() for part in (*parts, *moments, chosen[units], np.array(capacity[rank])))
         if key not in known:  # ranks are mostly alike
             known[key] = _Rank(*parts, moments, capacity[rank]).ways(chosen[units], orders)

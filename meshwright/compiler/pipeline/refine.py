@@ -48,9 +48,9 @@ class Cutting:
     def memory(self, cuts: np.ndarray, options: np.ndarray, sums: np.ndarray | None = None) -> np.ndarray:
         """Bytes of every rank at its peak: float [pp, K]. ``sums``: of all stages (``Intervals.sums``), if they are known."""
         state, saved, pending, summed = (self.units.sums(cuts, options) if sums is None else sums)[3:]
-        transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
-        reducing = self.units.ends[options, 2, cuts[:, :-1]].T
-        return np.asarray(self._of_ranks(state) + peak_bytes(self.table, saved, pending, summed, transient, reducing))
+        transient, later, left = (of[options, cuts[:, :-1], cuts[:, 1:]].T for of in self.units.beside)
+        held = peak_bytes(self.table, saved, pending, summed + later, transient, left - later)
+        return np.asarray(self._of_ranks(state) + held)
 
     def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""

@@ -226,7 +226,7 @@ def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.
 
 def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
     """Bytes of transients that a rank cannot avoid at any moment [pp], whichever of its stages runs (``Ends``)."""
-    each = units.peak.min(axis=0)
+    each = units.peak[1].min(axis=0)
     least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
     least[0] = each[:-1].min() if len(each) > 1 else each[0]  # its first unit may be all of a stage
     end = 0 if turns else -1
@@ -245,11 +245,11 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, units: Intervals, stages: int) -> Ends:
         """Of so many stages, 2 or more."""
-        last, left = units.peak.min(axis=0), units.ends[:, 2].min(axis=0)
-        inner = [each[1:-1].min(initial=math.inf) if stages > 2 else 0.0 for each in (last, left)]
-        transient, reduction = (np.full(stages, least) for least in inner)
+        last, left, count = units.peak[1].min(axis=0), units.least_left, units.count
+        inner = last[1:-1].min(initial=math.inf), left[1:-1, 1:-1][np.triu_indices(count - 1, 1)].min(initial=math.inf)
+        transient, reduction = (np.full(stages, least if stages > 2 else 0.0) for least in inner)
         transient[0], transient[-1] = last[:-1].min(), last[-1]
-        reduction[0], reduction[-1] = left[0], left[1:].min()
+        reduction[0], reduction[-1] = left[0, 1:-1].min(), left[1:-1, -1].min()
         return cls(transient, reduction)
 
 

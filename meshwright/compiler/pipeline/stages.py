@@ -6,7 +6,7 @@ included; the constraint, for every rank::
 
     state of its stages + max over its backwards of (micro-batches in flight x saved bytes + gradients that are summed by then
       + largest transient of the stage that runs, less what the units behind it there have released
-      + what the last reductions of the other stages left) <= capacity
+      + what the last reductions of the other stages left, and of its own, until one of its units is reduced) <= capacity
 
 How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
 

@@ -400,15 +400,15 @@ class TimedProgram(LinearProgram):
         return True
 
     def _sides(self) -> np.ndarray:
-        """Of every way the bytes of its transient, alone and with others behind it, at least, and of what it releases, at most:
-        [3, ways]."""
+        """Of every way the bytes of its transient, alone and with others behind it, at least, and of what it releases, at most,
+        nothing where something comes in its place: [3, ways]."""
         units, found = self.units, np.zeros((3, len(self.of)))
         gone = np.diff(units.released, axis=1)
         for way, number in enumerate(self.of.tolist()):
             mine = self.kinds == number
             options = [o for o in range(units.options) if (self.classes[:, number, o] == self.ways[:, way]).all()]
-            found[:, way] = (units.peak[options][:, mine].min(), units.inner[options][:, mine].min(),
-                             gone[options][:, mine].max())
+            found[:, way] = (units.peak[1, options][:, mine].min(), units.inner[1, options][:, mine].min(),
+                             max(0.0, gone[options][:, mine].max()))
         return found
 
     def make_ranks_whole(self) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once, transient_of
+from meshwright.compiler.pipeline.intervals import BESIDE, Intervals, OutsideSeconds, Shared, beside_of, joined, once
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import Sharp, TimedBound
@@ -177,7 +177,7 @@ class Evaluator:
             ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute, crossing))
         found = []
         for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
-            units = units.less(once(shared, cuts.boundaries, len(recompute)))
+            units = units.less(*once(shared, cuts.boundaries, len(recompute)))
             own = self._as_cut(candidate, placement, units, crossing, table, cuts.boundaries, cuts.bound)
             found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
         return min(found, key=lambda one: one.seconds)
@@ -200,8 +200,9 @@ class Evaluator:
         """The units of a cut, each recomputed no more than memory asks for, and how: the way that ends first."""
         kinds = self.kinds(candidate, zero)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        names = ("saved", "pending", "summed", "state", "entered", "left", "transient", "released", "behind")
-        columns = [np.array([getattr(one, key) for one in variants]) for key in names]
+        there, root = once(self._shared(candidate, degrees, zero, placement), cuts.boundaries, len(recompute))
+        names = ("saved", "pending", "summed", "state", "entered", "left", *BESIDE)
+        columns = [np.array([getattr(one, key) for one in (one.less(there, root) for one in variants)]) for key in names]
         saved, pending, summed, state, entered, left, *beside = columns
         begin, end = np.array(cuts.boundaries[:-1]), np.array(cuts.boundaries[1:]) - 1
         for held in (saved, pending):
@@ -209,8 +210,7 @@ class Evaluator:
             held[:, end] += left[:, end]
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
-        there = once(self._shared(candidate, degrees, zero, placement), cuts.boundaries, len(recompute))
-        bytes_ = np.array([saved, pending, summed, state - summed - there])
+        bytes_ = np.array([saved, pending, summed, state - summed])
         ways = lighten(bytes_, np.array(beside), work, table, cuts.boundaries, room.tolist(), before)
         taken = [(Units.taken(variants, chosen), tuple(kinds[n] for n in chosen.tolist())) for chosen in ways]
         if len(taken) == 1:
@@ -233,7 +233,7 @@ class Evaluator:
             unit, (forward, backward) = joined(each[start:stop]), placement.repeated(start)
             waits = unit.pending if start else unit.saved  # torch leaves all of the first stage to W
             forward, backward = unit.forward + forward, unit.backward_input + backward
-            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits, behind=each[start].behind))
+            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
@@ -251,7 +251,7 @@ class Evaluator:
             seconds = self._step_alone(candidate, placement, units)
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
         crossing, table = self._crossing(degrees, placement), self.table(candidate)
-        units = units.less(once(self._shared(candidate, degrees, zero, placement), starts, len(marks)))
+        units = units.less(*once(self._shared(candidate, degrees, zero, placement), starts, len(marks)))
         cuts = self._as_cut(candidate, placement, units, crossing, table, starts, 0.0)
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
 
@@ -427,7 +427,7 @@ class Evaluator:
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
-        beside = units.pending, units.summed, units.released, units.entered, units.left, units.behind
+        beside = units.pending, units.summed, units.released, units.entered, units.left, *units.beside[2:]
         columns = [column.tolist() for column in (*units.columns, *beside)]
         rows = zip(self.names, *columns[:6], places, places, *columns[6:], strict=True)
         return [stages.Unit(*row) for row in rows]
@@ -467,10 +467,10 @@ class Evaluator:
         columns = np.array([units.saved, units.pending, units.summed])
         held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)
         held[:2] += units.entered[list(cuts.boundaries[:-1])] + units.left[[at - 1 for at in cuts.boundaries[1:]]]
-        own, beside = table.stages_of(fullest), np.array([units.transient, units.released, units.behind])
-        peaks, held = transient_of(beside, cuts.boundaries[:-1])[list(own)], held[:, own]
+        own, beside = list(table.stages_of(fullest)), beside_of(units.beside, cuts.boundaries[:-1])
+        held, peaks, later = held[:, own], beside.transient[own], beside.later[own]
         gradients = max(
-            (float((counts * held).sum()) + peak, float(counts[2] @ held[2]))
+            (float((counts * held).sum() + counts[2] @ later) + peak, float(counts[2] @ held[2]))
             for moments, peak in zip(table.moments[fullest], peaks.tolist(), strict=True) for counts in moments
         )[1]
         kinds = {"state": state - float(twice[fullest]), "gradients": gradients, "inputs": alone,

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from meshwright.compiler.pipeline.intervals import Intervals, Shared
+from meshwright.compiler.pipeline.intervals import BESIDE, Intervals, Shared
 from meshwright.compiler.pipeline.stages import positions_of
 from meshwright.compiler.placement.costs import (
     BACKWARD,
@@ -107,8 +107,8 @@ class Degrees:
 class Units:
     """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches. ``added``: of a
     micro-batch's backward what adds up gradients; ``summed``: of the bytes of ``state``, the gradients that are added up;
-    ``released``: of those ``saved``, what is not there while an earlier position runs; ``behind``: ``transient`` too where
-    others follow in the stage; ``entered``, ``left``: ``saved`` too where it begins or ends (``pipeline.intervals.Unit``)."""
+    ``released``: of those ``saved``, what is not there while an earlier position runs; ``entered``, ``left``:
+    ``saved`` too where a stage begins or ends with it; the last ones: what is beside that (``pipeline.intervals.Unit``)."""
 
     forward: Array
     backward: Array
@@ -116,17 +116,21 @@ class Units:
     state: Array
     saved: Array
     pending: Array
-    transient: Array
+    summed: Array
     gather: Array
     reduce: Array
     optimizer: Array
     ahead: Array
     added: Array
-    summed: Array
     released: Array
-    behind: Array
     entered: Array
     left: Array
+    transient: Array
+    behind: Array
+    gathered: Array
+    ended: Array
+    reduced: Array
+    root: Array
 
     @property
     def work(self) -> float:
@@ -140,6 +144,11 @@ class Units:
         return self.forward, self.backward - self.weight, self.weight, state, self.saved, self.transient
 
     @property
+    def beside(self) -> Array:
+        """``pipeline.intervals.BESIDE`` of every unit, [7, n]."""
+        return np.array([getattr(self, name) for name in BESIDE])
+
+    @property
     def least_held(self) -> Array:
         """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
         return np.asarray(np.minimum(self.saved, self.pending))
@@ -149,9 +158,9 @@ class Units:
         pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return Units(*(np.where(where, b, a) for a, b in pairs))
 
-    def less(self, state: Array) -> Units:
-        """The same with so many bytes [n] less of ``state``."""
-        return replace(self, state=self.state - state)
+    def less(self, state: Array, root: Array) -> Units:
+        """The same with so many bytes [n] less of ``state`` and of ``root``."""
+        return replace(self, state=self.state - state, root=self.root - root)
 
     @classmethod
     def taken(cls, variants: Sequence[Units], chosen: Array) -> Units:
@@ -167,9 +176,9 @@ class Units:
     ) -> tuple[Intervals, list[int]]:
         """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
         positions = positions_of(crossing)
-        columns = np.array([(*one.columns, held, one.summed, one.released, one.behind, one.entered, one.left)
+        columns = np.array([(*one.columns[:5], held, one.summed, *one.beside, one.entered, one.left)
                             for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
-        order = columns[[0, 1, 2, 3, 4, 6, 7]], columns[[5, 8, 9]], columns[10:]
+        order = columns[:7], columns[7:-2], columns[-2:]
         return Intervals.of_columns(*order, crossing, crossing, positions, shared), positions
 
 
@@ -226,24 +235,28 @@ class StageCosts:
         backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         waiting = np.array([row.waiting for row in placement.rows])
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
-        # gradients of the head, made first of its stage, are there until the micro-batch's backward is done
-        weights = [() if row.block or split else self._made(row.uses, degrees) for row in placement.rows]
-        released = np.maximum(run[:, SAVED] - pending * split, 0.0) - [sum(bytes_ for bytes_, _ in made) for made in weights]
-        transient, behind = self._transient(
-            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees, pending if split else None
+        several, variant, staged = microbatches > 1, kept or degrees.variant(zero), degrees.pp > 1 and not split
+        reduced = np.array([self._reduced(row.uses, degrees, variant, several) for row in placement.rows])
+        running, ended = self._transient(
+            placement, run, once, reduced.sum(axis=1), variant, several, degrees, pending if split else None
         )
+        gathered = np.array([self._gathered(row, degrees, variant) for row in placement.rows])
+        roots = np.array([not row.block for row in placement.rows])
+        summed = once[:, GRADIENTS] - reduced.sum(axis=1) * roots * staged if several else 0.0 * ahead
+        left = [0.0 if split else self._left(row, degrees, variant, several) for row in placement.rows]
+        released = np.maximum(run[:, SAVED] - pending * split, 0.0) - left
         columns = [
             forward, backward, weight + recomputed * split,
-            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS],
-            run[:, SAVED], pending,
-            transient,
+            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - once[:, GRADIENTS] * several + summed,
+            run[:, SAVED], pending, summed,
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
-            np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
-            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead, released, behind,
+            np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD], released,
         ]
-        found = [column[list(placement.sequence)] for column in columns]
+        at = list(placement.sequence)
+        found = [column[at] for column in columns]
         found += self._ends(placement, recompute)
+        found += _beside(running[at], ended[at], roots[at], gathered[at] * (degrees.pp > 1), reduced[at] * staged)
         return Units(*found)
 
     def _ends(self, placement: Placement, recompute: str) -> tuple[Array, Array]:
@@ -255,33 +268,37 @@ class StageCosts:
         return np.where(again, [0.0, *placement.crossing[:-1]] - sent, entered), np.array([*placement.sent[:-1], 0.0])
 
     def _transient(
-        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, degrees: Degrees,
+        self, placement: Placement, run: Array, once: Array, reduced: Array, variant: Variant, several: bool, degrees: Degrees,
         pending: Array | None,
     ) -> tuple[Array, Array]:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
         sums when a backward is done and nothing that it kept is left (``cost.memory.fsdp``); where some backward is split, and
-        ``pending`` waits for W, while each gradient goes its own way there; and beside these the fp32
-        gradients of the block behind it in a stage, where FSDP2 is still reducing them, as it reduces this one's at its end."""
+        ``pending`` waits for W, while each gradient goes its own way there. In a pipeline without what another row's reduction
+        has left; and when its own are ``reduced``, in the place of those."""
         experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
         made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
-        working = run[:, TRANSIENT] + experts.sum(axis=1) + np.maximum(once[:, TRANSIENT] - made, 0.0)
-        staged = degrees.pp > 1
-        working += [0.0 if staged else row.beside_output for row in placement.rows]
-        reduces = staged and bool(variant.data_axes) and (variant.zero >= 2 or not several)
-        behind = np.minimum(made * (_FP32 / self.itemsize) * reduces, np.maximum(once[:, TRANSIENT] - made, 0.0))
+        kept, staged = np.maximum(once[:, TRANSIENT] - made, 0.0), degrees.pp > 1
+        working = run[:, TRANSIENT] + experts.sum(axis=1) + kept
+        if staged:
+            working -= np.minimum(reduced, kept)
+        else:
+            working += [row.beside_output for row in placement.rows]
         if pending is not None:
             apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
             apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
-            return np.maximum(working - behind, self._at_the_end(placement, run, apart, 0)), behind
+            running = np.maximum(working, self._at_the_end(placement, run, apart, 0))
+            return running, running
         if variant.data_axes:
             ended = [self._ended(row, degrees, variant, several) * (staged or row.block) for row in placement.rows]
-            return np.maximum(working - behind, np.array(ended) + behind - run[:, SAVED]), behind
+            made = np.array(ended) - run[:, SAVED]
+            return np.maximum(working, made), made + reduced * [staged and row.block for row in placement.rows]
         copied = once[:, GRADIENTS] * (1 + several)
         if staged:
             copied = self._at_the_end(placement, run, self._at_the_end(placement, run, copied, 0), -1)
         else:  # the root's reach theirs when all of a step is done
             copied = copied * [row.block for row in placement.rows]
-        return np.maximum(working, copied - run[:, SAVED]), behind
+        running = np.maximum(working, copied - run[:, SAVED])
+        return running, running
 
     @staticmethod
     def _at_the_end(placement: Placement, run: Array, bytes_: Array, at: int) -> Array:
@@ -302,6 +319,37 @@ class StageCosts:
         has others of, which FSDP2 does not take, in fp32, beside copies of them all if they are added to sums."""
         return sum(bytes_ * (1.0 if variant.of(split).data_axes else self._wide * (1 + several))
                    for bytes_, split in self._made(row.uses, degrees))
+
+    def _reduced(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> tuple[float, float]:
+        """Bytes of the buffers in which FSDP2 reduces the gradients of weights after a micro-batch, one for each set of ranks
+        that shares weights: of all but the last, and of that, which stays until another one is needed."""
+        found = dict[tuple[str, ...], float]()
+        for bytes_, split in self._made(uses, degrees):
+            own = variant.of(split)
+            if own.data_axes and (own.zero >= 2 or not several):
+                found[own.data_axes] = found.get(own.data_axes, 0.0) + bytes_ / self.itemsize * _FP32
+        *before, last = found.values() or (0.0,)
+        return sum(before), last
+
+    def _gathered(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
+        """Bytes of a block's weights that are gathered for its backward, early, while the one behind it runs."""
+        made = self._made(row.uses, degrees) if row.block else ()
+        return sum(bytes_ for bytes_, split in made if (own := variant.of(split)).data_axes and own.zero == 3)
+
+    def _left(self, row: PlacedPosition, degrees: Degrees, variant: Variant, several: bool) -> float:
+        """Bytes that are there for a row's gradients, beside those that are there over the step, from its backward to that of
+        all of its stage: the root's as they were made; of one micro-batch, those of blocks, in place of what was gathered."""
+        made = self._made(row.uses, degrees)
+        if not row.block:
+            return sum(bytes_ for bytes_, _ in made)
+        if several:
+            return 0.0
+        found = 0.0
+        for bytes_, split in made:
+            own = variant.of(split)
+            parts = degrees.mesh.size(own.shard_axes) if own.zero else 1
+            found += bytes_ * (_FP32 / self.itemsize / parts - (own.zero < 3) if own.data_axes else self._wide)
+        return found
 
     def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
         """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
@@ -449,13 +497,14 @@ class StageCosts:
         key = id(placement), degrees, zero, microbatches > 1, apart
         if key not in self._shared:
             costs, variant, found = self._prices(degrees, microbatches), degrees.variant(zero), list[Shared]()
-            columns = [OPTIMIZER] if apart and variant.data_axes else [PARAMETERS, GRADIENTS, OPTIMIZER]
+            columns = [OPTIMIZER] if apart and variant.data_axes else np.flatnonzero(bytes_row(microbatches)).tolist()
             for at, root, use, before, first in self._read_again(placement):
                 if not apart or at == len(placement.sequence) - 1:
                     need, unit = renamed(use.need, degrees), Neighbours(root=root)
                     price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
                     bytes_ = 0.0 if price is None else float(price[columns].sum())
-                    found.append(Shared(first if apart else before, at, bytes_))
+                    again = 0.0 if apart or not root else sum(self._reduced([use], degrees, variant, microbatches > 1))
+                    found.append(Shared(first if apart else before, at, bytes_ - again * (GRADIENTS in columns), again))
             self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
         return self._shared[key]
 
@@ -490,6 +539,22 @@ class StageCosts:
         if near not in self._networks:
             self._networks[near] = Network(self.cluster, near.mesh)
         return self._networks[near]
+
+
+def _beside(running: Array, ended: Array, roots: Array, gathered: Array, reduced: Array) -> tuple[Array, ...]:
+    """``pipeline.intervals.BESIDE`` of positions but for what they release. ``running``, ``ended``: of ``_transient``;
+    ``gathered``: of ``_gathered``; ``reduced``: of ``_reduced``, [n, 2]. While a position runs what is behind it is being
+    reduced, the root's where no block is, and the block before it is there, which is taken to be as large."""
+    last, root = np.where(roots, 0.0, reduced[:, 1]), np.where(roots, reduced.sum(axis=1), 0.0)
+    behind, first, there, ends = np.zeros(len(roots)), last.copy(), 0.0, True
+    for at in reversed(range(len(roots))):
+        behind[at] = there
+        if last[at]:
+            there, ends = last[at], False
+        there += root[at] * ends
+        first[at] = there * (not ends)
+    before = np.cumsum(~roots) - ~roots > 0
+    return running - gathered * ~before, behind, gathered * before, ended, first, root
 
 
 def _neighbourhood(cluster: Cluster, degrees: Degrees) -> Degrees:
