@@ -711,6 +711,25 @@ def test_what_reductions_of_a_pipeline_leave_is_there_once_in_each_stage(
     assert list(counted) == pytest.approx([held[rank].bytes for rank in range(pins["pp"])], rel=0.015)
 
 
+@pytest.mark.parametrize(("graph", "pins"), [
+    (partial(mixture, 8, 512, 16, 64), {"zero": 1, "microbatches": 8, "schedule": "1f1b", "recompute": "full"}),
+    (partial(llama, 8, 512, 16, 32, 8192), {"zero": 0, "microbatches": 1, "schedule": "gpipe", "recompute": "none"}),
+    (partial(gpt, 8, 1024, 8, 16, 64, 1024), {"zero": 1, "microbatches": 1, "schedule": "gpipe", "recompute": "selective"}),
+    (partial(llama, 8, 1024, 16, 64), {"zero": 3, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
+    (partial(family, "bert"), {"zero": 0, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
+    (partial(family, "t5"), {"dp": 1, "microbatches": 1, "schedule": "gpipe", "recompute": "none"}),
+], ids=["mixture", "one micro-batch", "pieces", "gathered", "bert", "no data ranks"])
+def test_what_the_last_micro_batch_of_a_pipeline_needs_counts(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
+    """Sums are reduced beside a buffer and let go, as is what was gathered; a piece that is all of a sum is copied. Of one
+    micro-batch the gradients of the units behind are there in the place of what these had kept. On every rank that matters."""
+    given = {"dp": 2, **pins}
+    plan = make_plan(graph(), Cluster.parse(f"h100:1x{4 * given['dp']}"), Pins(pp=4, tp=1, cp=1, **given), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
+    held = {rank: one.bytes for rank, one in footprints(plan, rules_of(plan.graph)[0], 8.0).items()}
+    full = [rank for rank in range(4) if held[rank] > 0.75 * max(held.values())]
+    assert [counted[rank] for rank in full] == pytest.approx([held[rank] for rank in full], rel=0.02)
+
+
 @pytest.mark.parametrize("pins", [
     {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
     {"dp": 4, "tp": 1, "zero": 1, "recompute": "selective", "microbatches": 2},

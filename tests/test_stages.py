@@ -12,13 +12,14 @@ import pytest
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import BESIDE, Crossings, Intervals, OutsideSeconds, Shared
+from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds, Shared
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.refine import Cutting, _flipped
 from meshwright.compiler.pipeline.stage_bound import Bound, _costs, cannot_run_in, classes_of, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import Sharp, TimedBound
 from meshwright.compiler.pipeline.timed_program import KnownPaths, TimedProgram
+from meshwright.compiler.pipeline.transients import BESIDE
 from meshwright.compiler.solver import linear
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.timeline import simulate
@@ -41,11 +42,12 @@ Option = tuple[tuple[int, ...], tuple[int, ...], float]
 
 def random_units(n: int, seed: int) -> list[Unit]:
     rng = np.random.default_rng(seed)
-    columns, ends = rng.random((9, n)), 0.3 * rng.random((8, n))
+    columns, ends = rng.random((9, n)), 0.3 * rng.random((12, n))
     return [
         Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i],
              released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i],
-             gathered=0.3 * ends[4, i], ended=2.0 * ends[5, i], reduced=ends[6, i], root=ends[7, i] * (i in (0, n - 1)))
+             gathered=0.3 * ends[4, i], ended=2.0 * ends[5, i], reduced=ends[6, i], root=ends[7, i] * (i in (0, n - 1)),
+             closed=ends[8, i], last=9.0 * ends[9, i], freed=ends[10, i], finished=9.0 * ends[11, i])
         for i in range(n)
     ]
 
@@ -65,11 +67,17 @@ def timed_bound(
 def transient_by_hand(stage: list[Unit], left: float = 0.0) -> float:
     """Of each unit its own with what is there for the one behind it, or is ``left``, or as its gradients are reduced, less what
     those behind it have released; and the root's reduction, when all have."""
-    found = [sum(u.root for u in stage) - sum(u.released for u in stage)]
+    found = [sum(u.closed for u in stage) - sum(u.released for u in stage)]
     for n, u in enumerate(stage):
         running = u.transient - u.gathered * (not n) + (u.behind if n + 1 < len(stage) else left)
         found.append(max(running, u.ended) - sum(v.released for v in stage[n + 1 :]))
     return max(found)
+
+
+def final_by_hand(stage: list[Unit]) -> float:
+    """The same of the last micro-batch, when what is reduced is let go, too."""
+    alive = [max(u.last, 0.0) - sum(v.freed for v in stage[n + 1 :]) for n, u in enumerate(stage)]
+    return max(*alive, sum(u.finished for u in stage) - sum(u.freed for u in stage))
 
 
 def left_by_hand(stage: list[Unit]) -> float:
@@ -85,7 +93,7 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
 
 def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
     """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward, what
-    its last reduction has left then and while others do."""
+    its last reduction has left then and while others do, and what it needs for its last micro-batch."""
     saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
     left, summed = [left_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
     beside = [(transient_by_hand(part), transient_by_hand(part, bytes_)) for part, bytes_ in zip(parts, left, strict=True)]
@@ -100,7 +108,8 @@ def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
                 there.add(s)
                 held += summed[s]
                 most = max(most, held + others + beside[s][1])
-        found.append(most)
+        final = max(saved[s] + final_by_hand(parts[s]) for s in table.stages_of(rank))
+        found.append(max(most, held + final))
     return found
 
 
@@ -701,7 +710,8 @@ def test_what_reductions_leave_counts_in_the_bounds(setting: tuple[str, int, int
     name, pp, v, m = setting
     table, outside = schedule_table(name, pp, v, m), outside_of(9, seed, 1.0)
     paths = KnownPaths(table)
-    units = [replace(u, reduced=6.0 + 3.0 * u.reduced, root=20.0 * u.root, pending=None) for u in random_units(9, seed)]
+    units = [replace(u, reduced=6.0 + 3.0 * u.reduced, root=20.0 * u.root, pending=None, last=0.0, finished=0.0)
+             for u in random_units(9, seed)]
     known = Intervals.of([units], range(10))
     every = []
     for inner in itertools.combinations(range(1, 9), pp * v - 1):
@@ -783,7 +793,7 @@ def test_units_that_are_alike_are_recomputed_as_a_whole(setting: tuple[str, int,
     """Every cut and every choice of six units that are alike, and an end that is not, by hand: none beats the bound, which is
     higher somewhere than where parts of a unit may be recomputed."""
     name, pp, v, m = setting
-    one, other = (replace(u, pending=None, value=0.1, gradient=0.1) for u in random_units(2, 3))
+    one, other = (replace(u, pending=None, value=0.1, gradient=0.1, last=0.0, finished=0.0) for u in random_units(2, 3))
     plain = [other, *[one] * 6]
     slim = [replace(u, backward_input=u.backward_input + u.forward, saved=0.2 * u.saved) for u in plain]
     table, nothing, higher = schedule_table(name, pp, v, m), OutsideSeconds.nothing(7), 0
@@ -887,7 +897,7 @@ def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str
     name, pp, v, m = setting
     table, nothing = schedule_table(name, pp, v, m), OutsideSeconds.nothing(pp * v)
     units = [replace(u, released=0.0, entered=0.0, left=0.0, reduced=0.0, root=0.0) for u in random_units(pp * v, 1)]
-    units[-1] = replace(units[-1], saved=0.0, pending=0.0, transient=20.0)
+    units[-1] = replace(units[-1], saved=0.0, pending=0.0, transient=20.0, finished=0.0)
     parts = [[unit] for unit in units]
     room = max(memory_by_hand(table, parts)) * (1 + 1e-9)
     found = cut(units, pp, v, name, m, room)
@@ -1034,7 +1044,8 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
             beside = [Unit("", 0.0, 0.0, 0.0, **dict(zip(BESIDE, each, strict=True)))
                       for each in zip(*(own[key] for key in BESIDE), strict=True)]
             there = table.microbatches > most  # a backward came before
-            return float(most * sum(own["saved"]) + sum(own["state"]) + transient_by_hand(beside, left_by_hand(beside) * there))
+            many = (most - 1) * sum(own["saved"]) + transient_by_hand(beside, left_by_hand(beside) * there)
+            return float(sum(own["saved"]) + sum(own["state"]) + max(many, final_by_hand(beside)))
 
         full = [bytes_of(rank, (2,) * 4) for rank in (0, 1)]
         capacity = [1.15 * one for one in full]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.compiler.search.stage_costs import SHARD
+from meshwright.compiler.pipeline.degrees import SHARD
 from meshwright.errors import InputError
 from meshwright.ir.mesh import ANY, EXPERT, Mesh
 from meshwright.ir.pins import ATTENTION, Pins

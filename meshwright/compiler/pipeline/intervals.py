@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.compiler.pipeline.transients import BESIDE, Transients, alive_at_most, at_last, beside_of
 from meshwright.ir.schedules import schedule_of
 
 Matrix = np.ndarray
@@ -37,11 +38,8 @@ class Unit:
     ``pending`` (kept from I to W where the backward is split; None: all of ``saved``), ``transient`` (the most that is alive
     only while the unit runs), ``released`` (of ``saved``, what is not there while an earlier unit of the stage runs for the
     same micro-batch: not yet in its forward, no more in its backward), ``entered``, ``left`` (saved more where a stage begins
-    or ends with the unit: what entered, if the unit does not save it, and the copy of what is sent on), ``behind`` (alive too
-    while the unit runs, if another one of its stage comes behind it, whose gradients are still being reduced), ``gathered`` (of
-    ``transient``, what is there for one before it), ``ended`` (alive as its own gradients are reduced, in the place of all
-    these), ``reduced`` (what that leaves until others of its stage are), ``root`` (the same of what is reduced with all of its
-    stage, at the end). ``value``, ``gradient``: seconds to send what crosses a boundary right after this unit, down and up;
+    or ends with the unit: what entered, if the unit does not save it, and the copy of what is sent on); for the rest see
+    ``transients.BESIDE``. ``value``, ``gradient``: seconds to send what crosses a boundary right after this unit, down and up;
     ``math.inf`` forbids a cut there.
     """
 
@@ -64,6 +62,10 @@ class Unit:
     ended: float = 0.0
     reduced: float = 0.0
     root: float = 0.0
+    closed: float = 0.0
+    last: float = 0.0
+    freed: float = 0.0
+    finished: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -73,52 +75,13 @@ def joined(units: Sequence[Unit]) -> Unit:
         return float(sum(getattr(unit, name) for unit in units))
 
     columns = np.array([[getattr(unit, name) for name in BESIDE] for unit in units]).T
-    transient, later, left = (float(found[0]) for found in beside_of(columns, (0,)))
+    transient, later, left, final = (float(found[0]) for found in beside_of(columns, (0,)))
     return Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
         transient + later - left, units[-1].value, units[-1].gradient,
         sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"), total("released"),
-        units[0].entered, units[-1].left, ended=transient, reduced=left,
+        units[0].entered, units[-1].left, ended=transient, reduced=left, last=final,
     )
-
-
-BESIDE = ("transient", "released", "behind", "gathered", "ended", "reduced", "root")
-"""What is there of units beside what is kept of them."""
-
-
-class Transients(NamedTuple):
-    """Bytes of stages beside what their units keep: the most while one runs backward for the first time (``transient``),
-    ``later`` so much more, as its last reduction is still there, and what that has ``left`` while others of its rank run."""
-
-    transient: np.ndarray
-    later: np.ndarray
-    left: np.ndarray
-
-
-def beside_of(columns: np.ndarray, begin: Sequence[int]) -> Transients:
-    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [7, ..., n] of units that follow each other. While
-    one runs all behind it in its stage have released what they do, and at the end all have."""
-    peak, last = alive_at_most(columns, begin)[::2]
-    released, reduced, root = columns[1], *columns[5:]
-    rooted = np.add.reduceat(root, begin, axis=-1)
-    most, left = np.maximum(peak, rooted - np.add.reduceat(released, begin, axis=-1)), reduced[..., begin]
-    left = np.where(rooted > 0.0, rooted, left)
-    return Transients(most, np.maximum(last + left - most, 0.0), left)
-
-
-def alive_at_most(columns: np.ndarray, begin: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of ``beside_of`` at the moments of units, none of them before the stage's last reduction was let go: if the stage
-    ends with those that begin at each of ``begin``, if others follow, and as the last unit runs."""
-    running, released, behind, gathered, ended = columns[:5]
-    sums = np.cumsum(released, axis=-1)
-    last = np.array([*begin[1:], released.shape[-1]], dtype=np.int64) - 1
-    running = running.copy()
-    running[..., begin] -= gathered[..., begin]
-    alive = np.maximum(running + behind, ended)
-    runs = running[..., last]
-    alive[..., last] = np.maximum(runs, ended[..., last])
-    peak = np.maximum.reduceat(alive + sums, begin, axis=-1) - sums[..., last]
-    return peak, np.maximum(peak, runs + behind[..., last]), runs
 
 
 @dataclass(frozen=True)
@@ -186,7 +149,8 @@ class Intervals:
         position
     peak, inner, last: [2, options, n], bytes beside what is kept of a unit that ends a stage, of one that others follow there,
         and of the former but as it is reduced; where others come before it there, and where none do
-    released, rooted: [options, n + 1], sums of what units release before each position, and of their ``root``
+    final: [options, n], the same of a step's last micro-batch
+    gone: [options, 5, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     reduced: [options, n], bytes that a stage's last reduction leaves where it begins with a unit and has no root
     value, gradient: [n + 1], seconds to cross a position forward and backward
@@ -198,8 +162,8 @@ class Intervals:
     peak: np.ndarray
     inner: np.ndarray
     last: np.ndarray
-    released: np.ndarray
-    rooted: np.ndarray
+    final: np.ndarray
+    gone: np.ndarray
     ends: np.ndarray
     reduced: np.ndarray
     value: np.ndarray
@@ -225,14 +189,15 @@ class Intervals:
         cls, columns: np.ndarray, beside: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
         positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [7, options,
-        units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward and
-        backward [units]."""
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [11,
+        options, units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward
+        and backward [units]."""
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
         behind, inside = at[1:] - 1, beside.copy()
         inside[3] = 0.0
         peak, inner, last = np.stack([alive_at_most(each, positions[:-1]) for each in (inside, beside)], axis=1)
-        columns = np.concatenate([columns, beside[[1, 6]]])
+        final = alive_at_most(at_last(beside), positions[:-1])[0]
+        columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10]]])
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
         outer = np.stack([ends[0][:, at[:-1]], ends[1][:, behind]], axis=1)
@@ -241,27 +206,36 @@ class Intervals:
         for one in there:
             if one.before == one.at:
                 sums[3, :, one.at + 1 :] -= one.bytes_
-                sums[8, :, one.at + 1 :] -= one.root
+                sums[8:10, :, one.at + 1 :] -= one.root
         several, alone = tuple(one for one in there if one.before < one.at), len(positions) == len(value) + 1
-        sides, first = (peak, inner, last, sums[7], sums[8], outer), beside[5][:, at[:-1]]
+        sides, first = (peak, inner, last, final, sums[7:].transpose(1, 0, 2), outer), beside[5][:, at[:-1]]
         return cls(sums[:7], *sides, first, crossing[0], crossing[1], several, alone)
+
+    @property
+    def released(self) -> np.ndarray:
+        """Sums of what units release before each position, [options, n + 1]."""
+        return self.gone[:, 0]
 
     @functools.cached_property
     def beside(self) -> Transients:
-        """Of every interval as a stage (``beside_of``), [options, n + 1, n + 1] each."""
-        rooted: np.ndarray = self.rooted[:, None, :] - self.rooted[:, :, None]
+        """Of every interval as a stage (``transients.beside_of``), [options, n + 1, n + 1] each."""
+        released, root, closed, freed, finished = (self.gone[:, :, None, :] - self.gone[:, :, :, None]).swapaxes(0, 1)
         for one in self.shared:
-            rooted[:, : one.before + 1, one.at + 1 :] -= one.root
-        left, found, last = (np.zeros(rooted.shape) for _ in range(3))
-        left[:, :-1] = np.where(rooted[:, :-1] > 0.0, rooted[:, :-1], self.reduced[:, :, None])
-        for i in range(self.count):  # of the last unit, or of those before it, or at the end
-            alive = np.concatenate([self.inner[1, :, i : i + 1], self.inner[0, :, i + 1 : -1]], axis=1)[:, : self.count - 1 - i]
-            before = np.maximum.accumulate(alive + self.released[:, i + 1 : -1], axis=1)
-            found[:, i, i + 1], found[:, i, i + 2 :] = self.peak[1, :, i], self.peak[0, :, i + 1 :]
-            found[:, i, i + 2 :] = np.maximum(found[:, i, i + 2 :], before - self.released[:, i + 2 :])
-            last[:, i, i + 1], last[:, i, i + 2 :] = self.last[1, :, i], self.last[0, :, i + 1 :]
-        found = np.maximum(found, rooted - self.released[:, None, :] + self.released[:, :, None])
-        return Transients(found, np.maximum(last + left - found, 0.0), left)
+            for of in (root, closed):
+                of[:, : one.before + 1, one.at + 1 :] -= one.root
+        left, last = np.zeros(root.shape), np.zeros(root.shape)
+        left[:, :-1] = np.where(root[:, :-1] > 0.0, root[:, :-1], self.reduced[:, :, None])
+        last[:, :, 1:] = self.last[0][:, None]
+        inner, most, final = self.inner[0].copy(), np.zeros(root.shape), np.zeros(root.shape)
+        for i in range(self.count):
+            inner[:, i] = self.inner[1, :, i]
+            most[:, i, i + 1 :] = _behind(inner[:, i:], self.peak[0, :, i:], self.released[:, i:])
+            inner[:, i] = self.inner[0, :, i]
+            most[:, i, i + 1], last[:, i, i + 1] = self.peak[1, :, i], self.last[1, :, i]
+            if self.final.any():
+                final[:, i, i + 1 :] = _behind(self.final[:, i:], self.final[:, i:], self.gone[:, 3, i:])
+        most, final = np.maximum(most, closed - released), np.maximum(final, finished - freed)
+        return Transients(most, np.maximum(last + left - most, 0.0), left, final)
 
     @property
     def transient(self) -> np.ndarray:
@@ -326,6 +300,15 @@ class Intervals:
         """Prefix sums when every unit runs under the option that is best for that sum: [7, n + 1]."""
         least = np.diff(self.prefix, axis=2).min(axis=1)
         return np.concatenate([np.zeros((7, 1)), np.cumsum(least, axis=1)], axis=1)
+
+
+def _behind(inner: np.ndarray, peak: np.ndarray, released: np.ndarray) -> np.ndarray:
+    """Of stages that begin with the first unit and end with each [options, n]: of the last unit its ``peak``, or of those
+    before it, with others behind them (``inner``), less what these have ``released`` [options, n + 1]."""
+    found = peak.copy()
+    before = np.maximum.accumulate(inner[:, :-1] + released[:, 1:-1], axis=1) - released[:, 2:]
+    found[:, 1:] = np.maximum(found[:, 1:], before)
+    return found
 
 
 def stage_bounds(
@@ -451,10 +434,10 @@ def stage_memory(units: Intervals, moments: np.ndarray, stage: int, stages: int)
     """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``moments``: int [k, 3], see ``Table.moments``."""
     rows, columns = _band(units.count, stage, stages)
     state, saved, pending, summed = units.matrices[3:, :, rows, columns]
-    transient, later = (of[:, rows, columns] for of in units.beside[:2])
+    transient, later, _, final = (of[:, rows, columns] for of in units.beside)
     held = [state + full * saved + (half * pending if half else 0.0) + (summed + later if there else 0.0)
             for full, half, there in moments.tolist()]
-    bytes_ = functools.reduce(np.maximum, held) + transient
+    bytes_ = np.maximum(functools.reduce(np.maximum, held) + transient, state + saved + summed + final)
     return _allowed(bytes_, units.count, stage, stages)
 
 

@@ -17,7 +17,8 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.pipeline.intervals import beside_of, hull
+from meshwright.compiler.pipeline.intervals import hull
+from meshwright.compiler.pipeline.transients import beside_of
 from meshwright.ir.schedules import Table
 
 _AT_ONCE = 16
@@ -28,7 +29,7 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    beside: [7, options, units], what is there of units beside that (``intervals.BESIDE``)
+    beside: [11, options, units], what is there of units beside that (``transients.BESIDE``)
     work: [options, units]
     stage: of every unit, of the rank's own
     moments: counts and where each stage's begin, see ``Table.side_by_side``
@@ -50,14 +51,20 @@ class _Rank:
 
     def fits(self, ways: np.ndarray) -> np.ndarray:
         """Whether the rank holds its units so at its fullest moment, of each of the ``ways`` [..., units]."""
-        return np.asarray(self._bytes(ways).max(axis=-1) <= self.capacity)
+        most = self._bytes(ways).max(axis=-1)
+        if self.beside[8:].any():
+            saved, _, summed, state = self.held[:, ways, self.units]
+            final = beside_of(self.beside[:, ways, self.units], self.begin).final
+            last = (np.add.reduceat(saved, self.begin, axis=-1) + final).max(axis=-1)
+            most = np.maximum(most, (summed + state).sum(axis=-1) + last)
+        return np.asarray(most <= self.capacity)
 
     def _bytes(self, ways: np.ndarray) -> np.ndarray:
         """What it holds at every moment [..., k], with the transient of the stage that runs, and what the others' reductions
         left."""
         each = np.moveaxis(self.held[:, ways, self.units], 0, -2).reshape(*ways.shape[:-1], self._counts.shape[1])
         held = each @ self._counts.T
-        transient, later, left = beside_of(self.beside[:, ways, self.units], self.begin)
+        transient, later, left, _ = beside_of(self.beside[:, ways, self.units], self.begin)
         held += later @ self.there.T + (left - later) @ self.others.T
         return np.asarray(held + transient[..., self.runs])
 
@@ -131,7 +138,7 @@ def lighten(
     """Ways to choose the option of every unit, [ways, n], from one under which a cut fits.
 
     ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``beside``:
-    [7, options, n], as of ``_Rank``; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and
+    [11, options, n], as of ``_Rank``; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and
     the end; ``capacity``: bytes of every rank [pp].
     """
     orders = _orders(table.stages // table.pp)

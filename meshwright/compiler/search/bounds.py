@@ -150,7 +150,8 @@ class Beside(NamedTuple):
         from what these do then. What runs sooner may leave less time to hide what is gathered or reduced, and the slowest
         optimizer is no slower than ``ratio`` times that of these units."""
         held = [(one.state, one.state - one.summed, one.saved, one.pending, one.transient, one.transient - one.gathered,
-                 one.behind, one.ended, one.reduced, one.root, one.entered, one.left, -one.released) for one in (other, units)]
+                 one.behind, one.ended, one.reduced, one.root, one.closed, one.last, one.finished, one.entered, one.left,
+                 -one.released, -one.freed) for one in (other, units)]
         if any((a > b + 1e-9 * np.abs(b)).any() for a, b in zip(*held, strict=True)):
             return None
         both = [np.array([one.forward, one.backward - one.weight, one.weight]) for one in (other, units)]

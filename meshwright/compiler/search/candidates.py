@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from sympy import divisors
 
-from meshwright.compiler.search.stage_costs import Degrees
+from meshwright.compiler.pipeline.degrees import Degrees
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device

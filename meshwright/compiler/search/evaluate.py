@@ -28,17 +28,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.compiler.pipeline import stages
+from meshwright.compiler.pipeline.degrees import Degrees
 from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import BESIDE, Intervals, OutsideSeconds, Shared, beside_of, joined, once
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import Sharp, TimedBound
 from meshwright.compiler.pipeline.timed_program import KnownPaths
+from meshwright.compiler.pipeline.transients import BESIDE, beside_of
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate, MicrobatchSeconds
 from meshwright.compiler.search.errors import DoesNotFitError
-from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
+from meshwright.compiler.search.stage_costs import Array, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
 from meshwright.cost.timeline import Simulation, Times, forward_only, makespans, simulate
 from meshwright.ir.prediction import StageSeconds
@@ -199,11 +201,10 @@ class Evaluator:
     ) -> tuple[Units, tuple[str, ...]]:
         """The units of a cut, each recomputed no more than memory asks for, and how: the way that ends first."""
         kinds = self.kinds(candidate, zero)
-        variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        there, root = once(self._shared(candidate, degrees, zero, placement), cuts.boundaries, len(recompute))
+        there = once(self._shared(candidate, degrees, zero, placement), cuts.boundaries, len(recompute))
+        variants = [self.units(candidate, degrees, zero, placement, name).less(*there) for name in kinds]
         names = ("saved", "pending", "summed", "state", "entered", "left", *BESIDE)
-        columns = [np.array([getattr(one, key) for one in (one.less(there, root) for one in variants)]) for key in names]
-        saved, pending, summed, state, entered, left, *beside = columns
+        saved, pending, summed, state, entered, left, *beside = (np.array([getattr(u, key) for u in variants]) for key in names)
         begin, end = np.array(cuts.boundaries[:-1]), np.array(cuts.boundaries[1:]) - 1
         for held in (saved, pending):
             held[:, begin] += entered[:, begin]
@@ -467,8 +468,8 @@ class Evaluator:
         columns = np.array([units.saved, units.pending, units.summed])
         held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)
         held[:2] += units.entered[list(cuts.boundaries[:-1])] + units.left[[at - 1 for at in cuts.boundaries[1:]]]
-        own, beside = list(table.stages_of(fullest)), beside_of(units.beside, cuts.boundaries[:-1])
-        held, peaks, later = held[:, own], beside.transient[own], beside.later[own]
+        own = list(table.stages_of(fullest))
+        held, (peaks, later, *_) = held[:, own], [of[own] for of in beside_of(units.beside, cuts.boundaries[:-1])]
         gradients = max(
             (float((counts * held).sum() + counts[2] @ later) + peak, float(counts[2] @ held[2]))
             for moments, peak in zip(table.moments[fullest], peaks.tolist(), strict=True) for counts in moments

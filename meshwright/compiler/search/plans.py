@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from meshwright.compiler.pipeline.degrees import Degrees, renamed, renamed_assignment
 from meshwright.compiler.placement.rows import decisions
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.prediction import of_stages, step_flops
-from meshwright.compiler.search.stage_costs import Degrees, renamed, renamed_assignment
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.structure.structure import Structure
 from meshwright.compiler.structure.units import find_layers

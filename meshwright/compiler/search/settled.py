@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from meshwright.compiler.pipeline.degrees import REPLICATE, SHARD, Degrees
 from meshwright.compiler.pipeline.stages import StageError
 from meshwright.compiler.placement.fixed import FixedDecisions, variant_of
 from meshwright.compiler.placement.pinned import fixed_by, kept_by
@@ -20,7 +21,7 @@ from meshwright.compiler.search.blockwise import held_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.evaluate import Evaluation, Evaluator
 from meshwright.compiler.search.plans import Plans
-from meshwright.compiler.search.stage_costs import REPLICATE, SHARD, Degrees, StageCosts
+from meshwright.compiler.search.stage_costs import StageCosts
 from meshwright.compiler.search.task import Fits, Task
 from meshwright.compiler.structure.dims import batch_inputs, batch_size
 from meshwright.compiler.structure.microbatch import split_time

@@ -15,17 +15,18 @@ every stage, so collectives are priced on as few stages as fill whole nodes (``_
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from meshwright.compiler.pipeline.intervals import BESIDE, Intervals, Shared
+from meshwright.compiler.pipeline.degrees import Degrees, renamed
+from meshwright.compiler.pipeline.intervals import Intervals, Shared
+from meshwright.compiler.pipeline.stage_memory import StageMemory
 from meshwright.compiler.pipeline.stages import positions_of
+from meshwright.compiler.pipeline.transients import BESIDE
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
@@ -42,65 +43,23 @@ from meshwright.compiler.placement.costs import (
     SAVED,
     SEND,
     SEND_BACK,
-    TRANSIENT,
     Costs,
     Neighbours,
     Variant,
     Vector,
     bytes_row,
 )
-from meshwright.compiler.placement.rows import CONTEXT, DATA, EP, NONE, TENSOR, PlacedPosition, Placement, Use
+from meshwright.compiler.placement.rows import CONTEXT, EP, NONE, TENSOR, PlacedPosition, Placement, Use
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.graph import Value
-from meshwright.ir.mesh import HEADS, PP, Mesh
+from meshwright.ir.mesh import HEADS, PP
 from meshwright.ir.schedules import schedule_of
 from meshwright.ir.sharding import Sharding
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Array = np.ndarray
 _FP32 = 4
 """Bytes of an element of what FSDP2 reduces."""
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state; ``context``: ranks that split
-    the sequence, ``mirrored``: in two chunks each; ``expert``: of those that share state, the ones that split the experts;
-    ``heads``: of those that split the sequence, the near ones that exchange it for heads."""
-
-    pp: int
-    data: int
-    shard: int
-    tensor: int
-    context: int = 1
-    mirrored: bool = False
-    expert: int = 1
-    heads: int = 1
-
-    @cached_property
-    def mesh(self) -> Mesh:
-        """The mesh of the plan."""
-        axes = {PP: self.pp} if self.pp > 1 else {}
-        hybrid = 1 < self.shard < self.data
-        axes |= {REPLICATE: self.data // self.shard, SHARD: self.shard} if hybrid else {DATA: self.data}
-        if self.expert > 1:
-            last = SHARD if hybrid else DATA
-            axes |= {last: axes[last] // self.expert, EP: self.expert}
-        axes |= {CONTEXT: self.context // self.heads} if self.context > 1 else {}
-        axes |= {HEADS: self.heads} if self.heads > 1 else {}
-        return Mesh((*axes, TENSOR), (*axes.values(), self.tensor), frozenset({CONTEXT} if self.mirrored else ()))
-
-    @cached_property
-    def data_axes(self) -> tuple[str, ...]:
-        """Axes over which gradients are summed."""
-        known, mesh = (DATA, REPLICATE, SHARD, EP, CONTEXT, HEADS), self.mesh
-        return tuple(axis for axis in known if axis in mesh.axes and mesh.size(axis) > 1)
-
-    def variant(self, zero: int) -> Variant:
-        """How parameters are kept at a ZeRO level."""
-        shards = tuple(axis for axis in self.data_axes if axis != REPLICATE)
-        return Variant(zero if shards else 0, self.data_axes, shards if zero else ())
 
 
 @dataclass(frozen=True)
@@ -122,15 +81,19 @@ class Units:
     optimizer: Array
     ahead: Array
     added: Array
-    released: Array
     entered: Array
     left: Array
     transient: Array
+    released: Array
     behind: Array
     gathered: Array
     ended: Array
     reduced: Array
     root: Array
+    closed: Array
+    last: Array
+    freed: Array
+    finished: Array
 
     @property
     def work(self) -> float:
@@ -145,7 +108,7 @@ class Units:
 
     @property
     def beside(self) -> Array:
-        """``pipeline.intervals.BESIDE`` of every unit, [7, n]."""
+        """``pipeline.transients.BESIDE`` of every unit, [11, n]."""
         return np.array([getattr(self, name) for name in BESIDE])
 
     @property
@@ -209,6 +172,7 @@ class StageCosts:
 
     def __init__(self, cluster: Cluster, *, itemsize: int, state_bytes: float) -> None:
         self.cluster, self.itemsize, self.state_bytes = cluster, itemsize, state_bytes
+        self.memory = StageMemory(itemsize, 1.0 if cluster.device.narrow_sums else max(1.0, _FP32 / itemsize))
         self._costs: dict[tuple[Degrees, int], Costs] = {}
         self._networks: dict[Degrees, Network] = {}
         self._activations: dict[tuple[int, str, bool], tuple[Array, Array, Array]] = {}
@@ -235,29 +199,22 @@ class StageCosts:
         backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         waiting = np.array([row.waiting for row in placement.rows])
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
-        several, variant, staged = microbatches > 1, kept or degrees.variant(zero), degrees.pp > 1 and not split
-        reduced = np.array([self._reduced(row.uses, degrees, variant, several) for row in placement.rows])
-        running, ended = self._transient(
-            placement, run, once, reduced.sum(axis=1), variant, several, degrees, pending if split else None
-        )
-        gathered = np.array([self._gathered(row, degrees, variant) for row in placement.rows])
-        roots = np.array([not row.block for row in placement.rows])
-        summed = once[:, GRADIENTS] - reduced.sum(axis=1) * roots * staged if several else 0.0 * ahead
-        left = [0.0 if split else self._left(row, degrees, variant, several) for row in placement.rows]
-        released = np.maximum(run[:, SAVED] - pending * split, 0.0) - left
+        several, variant = microbatches > 1, kept or degrees.variant(zero)
+        beside = self.memory.beside(placement, degrees, variant, several, run, once, pending if split else None)
+        left = np.zeros(len(run))  # what reductions of the root leave is not there all the time
+        left[list(placement.sequence)] = beside["root"]
+        summed = once[:, GRADIENTS] - left if several else left
         columns = [
             forward, backward, weight + recomputed * split,
-            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - once[:, GRADIENTS] * several + summed,
+            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - left,
             run[:, SAVED], pending, summed,
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
-            np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD], released,
+            np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
         ]
-        at = list(placement.sequence)
-        found = [column[at] for column in columns]
+        found = [column[list(placement.sequence)] for column in columns]
         found += self._ends(placement, recompute)
-        found += _beside(running[at], ended[at], roots[at], gathered[at] * (degrees.pp > 1), reduced[at] * staged)
-        return Units(*found)
+        return Units(*found, *(beside[name] for name in BESIDE))
 
     def _ends(self, placement: Placement, recompute: str) -> tuple[Array, Array]:
         """Bytes of what enters each position from another rank and is not among what it saves, or is made again there, which a
@@ -266,119 +223,6 @@ class StageCosts:
         again = np.array([row.block and recompute != NONE for row in rows])
         entered = np.maximum(sent - [row.entering for row in rows], 0.0)
         return np.where(again, [0.0, *placement.crossing[:-1]] - sent, entered), np.array([*placement.sent[:-1], 0.0])
-
-    def _transient(
-        self, placement: Placement, run: Array, once: Array, reduced: Array, variant: Variant, several: bool, degrees: Degrees,
-        pending: Array | None,
-    ) -> tuple[Array, Array]:
-        """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
-        sums when a backward is done and nothing that it kept is left (``cost.memory.fsdp``); where some backward is split, and
-        ``pending`` waits for W, while each gradient goes its own way there. In a pipeline without what another row's reduction
-        has left; and when its own are ``reduced``, in the place of those."""
-        experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
-        made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
-        kept, staged = np.maximum(once[:, TRANSIENT] - made, 0.0), degrees.pp > 1
-        working = run[:, TRANSIENT] + experts.sum(axis=1) + kept
-        if staged:
-            working -= np.minimum(reduced, kept)
-        else:
-            working += [row.beside_output for row in placement.rows]
-        if pending is not None:
-            apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
-            apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
-            running = np.maximum(working, self._at_the_end(placement, run, apart, 0))
-            return running, running
-        if variant.data_axes:
-            ended = [self._ended(row, degrees, variant, several) * (staged or row.block) for row in placement.rows]
-            made = np.array(ended) - run[:, SAVED]
-            return np.maximum(working, made), made + reduced * [staged and row.block for row in placement.rows]
-        copied = once[:, GRADIENTS] * (1 + several)
-        if staged:
-            copied = self._at_the_end(placement, run, self._at_the_end(placement, run, copied, 0), -1)
-        else:  # the root's reach theirs when all of a step is done
-            copied = copied * [row.block for row in placement.rows]
-        running = np.maximum(working, copied - run[:, SAVED])
-        return running, running
-
-    @staticmethod
-    def _at_the_end(placement: Placement, run: Array, bytes_: Array, at: int) -> Array:
-        """Bytes of every row of which those of the position ``at`` one end come when all of its stage is done: less what the
-        one beside it saves."""
-        first, beside = placement.sequence[at], placement.sequence[min(1, len(placement.sequence) - 1) if at == 0 else at - 1]
-        found = bytes_.copy()
-        found[first] = max(0.0, bytes_[first] - run[beside, SAVED] * (first != beside))
-        return found
-
-    @property
-    def _wide(self) -> float:
-        """By how much a gradient grows on its way to its sum."""
-        return 1.0 if self.cluster.device.narrow_sums else max(1.0, _FP32 / self.itemsize)
-
-    def _ended(self, row: PlacedPosition, degrees: Degrees, variant: Variant, several: bool) -> float:
-        """Bytes of a row's gradients when its backward is done: in the compute dtype, but those of weights that every data rank
-        has others of, which FSDP2 does not take, in fp32, beside copies of them all if they are added to sums."""
-        return sum(bytes_ * (1.0 if variant.of(split).data_axes else self._wide * (1 + several))
-                   for bytes_, split in self._made(row.uses, degrees))
-
-    def _reduced(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> tuple[float, float]:
-        """Bytes of the buffers in which FSDP2 reduces the gradients of weights after a micro-batch, one for each set of ranks
-        that shares weights: of all but the last, and of that, which stays until another one is needed."""
-        found = dict[tuple[str, ...], float]()
-        for bytes_, split in self._made(uses, degrees):
-            own = variant.of(split)
-            if own.data_axes and (own.zero >= 2 or not several):
-                found[own.data_axes] = found.get(own.data_axes, 0.0) + bytes_ / self.itemsize * _FP32
-        *before, last = found.values() or (0.0,)
-        return sum(before), last
-
-    def _gathered(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
-        """Bytes of a block's weights that are gathered for its backward, early, while the one behind it runs."""
-        made = self._made(row.uses, degrees) if row.block else ()
-        return sum(bytes_ for bytes_, split in made if (own := variant.of(split)).data_axes and own.zero == 3)
-
-    def _left(self, row: PlacedPosition, degrees: Degrees, variant: Variant, several: bool) -> float:
-        """Bytes that are there for a row's gradients, beside those that are there over the step, from its backward to that of
-        all of its stage: the root's as they were made; of one micro-batch, those of blocks, in place of what was gathered."""
-        made = self._made(row.uses, degrees)
-        if not row.block:
-            return sum(bytes_ for bytes_, _ in made)
-        if several:
-            return 0.0
-        found = 0.0
-        for bytes_, split in made:
-            own = variant.of(split)
-            parts = degrees.mesh.size(own.shard_axes) if own.zero else 1
-            found += bytes_ * (_FP32 / self.itemsize / parts - (own.zero < 3) if own.data_axes else self._wide)
-        return found
-
-    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
-        """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
-        split: as it is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
-        wide, found = self._wide, 0.0
-        for use in row.uses:
-            need = renamed(use.need, degrees)
-            own = variant.of(need.split_axes).data_axes
-            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
-            copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
-            summed = [1.0] * (not need.varying <= {*own})
-            found = max(found, now * bool(use.trainable))
-            for times in (*summed, *itertools.chain(*copies[:: -1 if own else 1])):
-                found, now = max(found, now * (1.0 + times) * bool(use.trainable)), now * times
-        return found
-
-    def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
-        """Bytes of the gradients of a mixture's weights in the compute dtype, which come before those of the rest of its block,
-        and of a copy of the largest, of which FSDP2 takes a piece, beyond what its backward needed before."""
-        names = {name for mixture in row.mixtures for name in mixture.op.inputs}
-        made = self._made([use for use in row.uses if use.value.name in names], degrees)
-        copied = max((bytes_ for bytes_, split in made if split and variant.of(split).data_axes), default=0.0)
-        space = max((mixture.space for mixture in row.mixtures), default=0.0)
-        return sum(bytes_ for bytes_, _ in made), max(0.0, copied - space)
-
-    def _made(self, uses: Sequence[Use], degrees: Degrees) -> Sequence[tuple[float, tuple[str, ...]]]:
-        """Bytes of every gradient of a weight in the compute dtype, and the axes that split it."""
-        needs = [(use.value.numel, renamed(use.need, degrees).split_axes) for use in uses if use.trainable]
-        return [(numel / degrees.mesh.size(split) * self.itemsize, tuple(split)) for numel, split in needs]
 
     def _rows(self, placement: Placement, recompute: str, microbatches: int) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""
@@ -503,8 +347,9 @@ class StageCosts:
                     need, unit = renamed(use.need, degrees), Neighbours(root=root)
                     price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
                     bytes_ = 0.0 if price is None else float(price[columns].sum())
-                    again = 0.0 if apart or not root else sum(self._reduced([use], degrees, variant, microbatches > 1))
-                    found.append(Shared(first if apart else before, at, bytes_ - again * (GRADIENTS in columns), again))
+                    alone = self.memory.gradients([use], degrees, variant, microbatches > 1).reduced
+                    again = sum(alone) * (root and not apart and microbatches > 1)
+                    found.append(Shared(first if apart else before, at, bytes_ - again, again))
             self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
         return self._shared[key]
 
@@ -541,22 +386,6 @@ class StageCosts:
         return self._networks[near]
 
 
-def _beside(running: Array, ended: Array, roots: Array, gathered: Array, reduced: Array) -> tuple[Array, ...]:
-    """``pipeline.intervals.BESIDE`` of positions but for what they release. ``running``, ``ended``: of ``_transient``;
-    ``gathered``: of ``_gathered``; ``reduced``: of ``_reduced``, [n, 2]. While a position runs what is behind it is being
-    reduced, the root's where no block is, and the block before it is there, which is taken to be as large."""
-    last, root = np.where(roots, 0.0, reduced[:, 1]), np.where(roots, reduced.sum(axis=1), 0.0)
-    behind, first, there, ends = np.zeros(len(roots)), last.copy(), 0.0, True
-    for at in reversed(range(len(roots))):
-        behind[at] = there
-        if last[at]:
-            there, ends = last[at], False
-        there += root[at] * ends
-        first[at] = there * (not ends)
-    before = np.cumsum(~roots) - ~roots > 0
-    return running - gathered * ~before, behind, gathered * before, ended, first, root
-
-
 def _neighbourhood(cluster: Cluster, degrees: Degrees) -> Degrees:
     """As many stages as there are at least two and as fill whole nodes; all of them on a torus, whose links are shared."""
     stage = degrees.data * degrees.context * degrees.tensor
@@ -565,26 +394,3 @@ def _neighbourhood(cluster: Cluster, degrees: Degrees) -> Degrees:
     few = math.lcm(stage, cluster.per_node) // stage
     wanted = next((n for n in range(max(2, 2 * few), degrees.pp + 1) if degrees.pp % n == 0), degrees.pp)
     return replace(degrees, pp=wanted)
-
-
-def renamed(sharding: Sharding, degrees: Degrees) -> Sharding:
-    """A placement's sharding over the axes of the plan's mesh: hybrid data ranks are two axes."""
-    if DATA in degrees.mesh.axes:
-        return sharding
-
-    def both(axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(new for axis in axes for new in ((REPLICATE, SHARD) if axis == DATA else (axis,)))
-
-    dims = tuple(both(axes) for axes in sharding.dims)
-    return replace(sharding, dims=dims, partial=frozenset(both(sorted(sharding.partial))),
-                   varying=frozenset(both(sorted(sharding.varying))))
-
-
-def renamed_assignment(assignment: Mapping[str, str], degrees: Degrees) -> dict[str, str]:
-    """An operator's assignment over the axes of the plan's mesh."""
-    if DATA in degrees.mesh.axes:
-        return dict(assignment)
-    result: dict[str, str] = {}
-    for axis, factor in assignment.items():
-        result.update(dict.fromkeys((REPLICATE, SHARD) if axis == DATA else (axis,), factor))
-    return result

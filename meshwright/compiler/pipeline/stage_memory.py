@@ -1,0 +1,215 @@
+"""What positions hold beside what they keep of a micro-batch while a stage of a pipeline runs backward: what runs in them, and
+what FSDP2 gathers and reduces of their weights (``pipeline.transients``, ``cost.memory.fsdp``).
+
+    each micro-batch   a block's gradients, made in the compute dtype, are reduced behind it, or added to sums; the root's, of
+                       its stage, when all of that is done
+    the last one       what was gathered is let go, and sums are reduced too: to pieces, if they are split
+    one alone          the same, and gradients come in the place of what the units behind let go of
+
+Gradients of weights that FSDP2 does not take are widened and copied to their sums when their readers' backward is done. Where
+a backward is split nothing is reduced before the schedule is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.compiler.pipeline.degrees import Degrees, renamed
+from meshwright.compiler.pipeline.transients import BESIDE
+from meshwright.compiler.placement.costs import GRADIENTS, SAVED, TRANSIENT, Variant
+from meshwright.compiler.placement.rows import PlacedPosition, Placement, Use
+
+Array = np.ndarray
+_FP32 = 4
+"""Bytes of an element of what FSDP2 reduces."""
+
+
+class ReducedTogether(NamedTuple):
+    """Gradients of a row that are reduced over one set of ranks: bytes as they are ``made``, and of the buffer that is
+    ``reduced``, of which a rank keeps one of so many ``shards``, under a ``zero`` level."""
+
+    made: float
+    reduced: float
+    shards: int
+    zero: int
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of its weights that are there until the last micro-batch's backward."""
+        return self.made * (self.zero < 3)
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Of a row, in a step of ``several`` micro-batches or one. ``loose``: bytes of those that FSDP2 does not take, as they are
+    made; ``wide``: by how much a gradient grows on its way to its sum."""
+
+    families: Sequence[ReducedTogether]
+    loose: float
+    wide: float
+    several: bool
+
+    @property
+    def made(self) -> float:
+        """Bytes as they are made."""
+        return sum(one.made for one in self.families) + self.loose
+
+    @property
+    def reduced(self) -> tuple[float, float]:
+        """Bytes of the buffers that are reduced behind every micro-batch, of all sets of ranks but the last, and of that, which
+        stays until another one is needed."""
+        *before, last = [one.reduced for one in self.families if one.zero >= 2 or not self.several] or [0.0]
+        return sum(before), last
+
+    @property
+    def last(self) -> float:
+        """Bytes at most as the last micro-batch's are reduced, beside what is there over the step: in the place of what was
+        gathered, beside their sums; then in the place of these, too, beside a rank's piece, which is copied where it is all."""
+        own = sum(one.made for one in self.families) * (not self.several or self.wide > 1.0)  # else added in place
+        begun = max((one.reduced - one.gathered for one in self.families), default=0.0)
+        done = [one.reduced * (1 + 1 / one.shards + (one.shards == 1)) - one.gathered - self._sum(one) for one in self.families]
+        return max(own + begun, *done, 0.0) + 2 * self.loose * self.wide
+
+    @property
+    def left(self) -> float:
+        """Bytes that the last micro-batch's backward leaves, beside what is there over the step."""
+        found = sum(one.reduced / one.shards - one.gathered - self._sum(one) for one in self.families)
+        return found + self.loose * self.wide * (not self.several)
+
+    def _sum(self, one: ReducedTogether) -> float:
+        """Bytes of those over the step."""
+        whole = one.made * self.wide if one.zero < 2 else one.reduced / one.shards
+        return whole * self.several
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """``itemsize``: bytes of an element in compute; ``wide``: by how much a gradient grows on its way to its sum."""
+
+    itemsize: int
+    wide: float
+
+    def beside(
+        self, placement: Placement, degrees: Degrees, variant: Variant, several: bool, run: Array, once: Array,
+        pending: Array | None,
+    ) -> dict[str, Array]:
+        """``pipeline.transients.BESIDE`` of every position. ``run``: resources of a micro-batch [rows]; ``once``: of the step;
+        ``pending``: bytes from I to W where some backward is split."""
+        each = [self.gradients(row.uses, degrees, variant, several) for row in placement.rows]
+        roots, saved = np.array([not row.block for row in placement.rows]), run[:, SAVED]
+        reduced = np.array([one.reduced for one in each])
+        running = self._running(placement, degrees, variant, run, once, reduced.sum(axis=1), pending)
+        made, loose = np.array([(one.made, one.loose) for one in each]).T
+        if not variant.data_axes:
+            ended = once[:, GRADIENTS] * (2 if degrees.pp > 1 else 1 + several)
+        else:
+            ended = made + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
+        nothing, at = 0.0 * saved, list(placement.sequence)
+        if pending is not None or degrees.pp == 1:
+            alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved) if pending is None else running,
+                     "released": np.maximum(saved - pending, 0.0) if pending is not None else saved}
+            return {name: alone.get(name, nothing)[at] for name in BESIDE}
+        running = np.maximum(running, np.where(roots, made, ended) - saved)
+        last, left = np.array([(one.last, one.left) for one in each]).T
+        gone, done = saved - np.where(roots, made, left), np.where(roots, last - made, 0.0)
+        found = {
+            "transient": running, "released": saved - made * roots,
+            "ended": np.where(roots, 0.0, ended + reduced[:, 1] - saved),
+            "closed": np.where(roots, ended + reduced.sum(axis=1) - made, 0.0),
+            "last": nothing, "freed": nothing, "finished": nothing,
+        }
+        if variant.data_axes and not several:
+            found |= {"released": gone, "ended": np.where(roots, 0.0, last - saved), "closed": done}
+        elif not several:
+            found |= {"released": gone}
+        elif variant.data_axes and variant.zero < 2:
+            found |= {"last": np.where(roots, 0.0, last - saved), "freed": gone, "finished": done}
+        found = {name: column[at] for name, column in found.items()}
+        gathered = np.array([sum(one.made for one in each[row].families if one.zero == 3) * (not roots[row]) for row in at])
+        before = np.cumsum(~roots[at]) - ~roots[at] > 0  # none is ahead of the first block
+        found |= {"transient": found["transient"] - gathered * ~before, "gathered": gathered * before}
+        return found | _reducing(roots[at], reduced[at], several)
+
+    def gradients(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> RowGradients:
+        """Of the weights of a row."""
+        found, loose = dict[tuple[str, ...], ReducedTogether](), 0.0
+        for bytes_, split in self._made(uses, degrees):
+            own = variant.of(split)
+            if not own.data_axes:
+                loose += bytes_
+                continue
+            made, reduced, *_ = found.get(own.data_axes, (0.0, 0.0))
+            shards = degrees.mesh.size(own.shard_axes) if own.zero else 1
+            found[own.data_axes] = ReducedTogether(made + bytes_, reduced + bytes_ / self.itemsize * _FP32, shards, own.zero)
+        return RowGradients(tuple(found.values()), loose, self.wide, several)
+
+    def _running(
+        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, once: Array, reduced: Array,
+        pending: Array | None,
+    ) -> Array:
+        """Bytes beside what is kept while each row runs, in a pipeline without what reductions have left; where some backward
+        is split, while each gradient goes its own way to its sum, too."""
+        experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
+        made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
+        kept = np.maximum(once[:, TRANSIENT] - made, 0.0)
+        working: Array = run[:, TRANSIENT] + experts.sum(axis=1) + kept
+        if degrees.pp == 1:
+            working += [row.beside_output for row in placement.rows]
+        else:
+            working -= np.minimum(reduced, kept)
+        if pending is None:
+            return working
+        apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
+        apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
+        first, beside = placement.sequence[0], placement.sequence[min(1, len(placement.sequence) - 1)]
+        apart[first] = max(0.0, apart[first] - run[beside, SAVED] * (first != beside))  # comes when all of its stage is done
+        return np.asarray(np.maximum(working, apart))
+
+    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
+        """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
+        split: as it is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
+        wide, found = self.wide, 0.0
+        for use in row.uses:
+            need = renamed(use.need, degrees)
+            own = variant.of(need.split_axes).data_axes
+            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
+            copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
+            summed = [1.0] * (not need.varying <= {*own})
+            found = max(found, now * bool(use.trainable))
+            for times in (*summed, *itertools.chain(*copies[:: -1 if own else 1])):
+                found, now = max(found, now * (1.0 + times) * bool(use.trainable)), now * times
+        return found
+
+    def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
+        """Bytes of the gradients of a mixture's weights in the compute dtype, which come before those of the rest of its block,
+        and of a copy of the largest, of which FSDP2 takes a piece, beyond what its backward needed before."""
+        names = {name for mixture in row.mixtures for name in mixture.op.inputs}
+        made = self._made([use for use in row.uses if use.value.name in names], degrees)
+        copied = max((bytes_ for bytes_, split in made if split and variant.of(split).data_axes), default=0.0)
+        space = max((mixture.space for mixture in row.mixtures), default=0.0)
+        return sum(bytes_ for bytes_, _ in made), max(0.0, copied - space)
+
+    def _made(self, uses: Sequence[Use], degrees: Degrees) -> Sequence[tuple[float, tuple[str, ...]]]:
+        """Bytes of every gradient of a weight in the compute dtype, and the axes that split it."""
+        needs = [(use.value.numel, renamed(use.need, degrees).split_axes) for use in uses if use.trainable]
+        return [(numel / degrees.mesh.size(split) * self.itemsize, tuple(split)) for numel, split in needs]
+
+
+def _reducing(roots: Array, reduced: Array, several: bool) -> dict[str, Array]:
+    """Of every position what is being reduced ``behind`` it while it runs, the root's of the micro-batch before where no block
+    is, and what is reduced last where a stage begins with it, a block's or the ``root``'s. ``reduced``: [n, 2], of all sets of
+    ranks but the last and of that."""
+    last, root = np.where(roots, 0.0, reduced[:, 1]), np.where(roots, reduced.sum(axis=1), 0.0) * several
+    behind, first, there, ends = np.zeros(len(roots)), np.zeros(len(roots)), 0.0, True
+    for at in reversed(range(len(roots))):
+        behind[at] = there
+        if last[at]:
+            there, ends = last[at], False
+        there += root[at] * ends
+        first[at] = there * (several and not ends)
+    return {"behind": behind, "reduced": first, "root": root}
