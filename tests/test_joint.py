@@ -769,6 +769,30 @@ def test_copies_of_what_is_frozen_count(pins: dict[str, Any]) -> None:
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
 
 
+@pytest.mark.parametrize(("model", "pins"), [
+    ("llama", {"dp": 1, "tp": 4, "microbatches": 4}),
+    ("gpt2", {"dp": 1, "tp": 4, "microbatches": 4}),
+    ("llama", {"pp": 2, "dp": 1, "tp": 2, "schedule": "zb", "virtual_stages": 1, "microbatches": 4}),
+], ids=str)
+def test_a_tied_table_that_is_frozen_lies_as_all_its_readers_split_it(model: str, pins: dict[str, Any]) -> None:
+    """Whole, where one reads pieces of its rows and the other of its columns, as one that takes a gradient would."""
+    with torch.device("meta"):
+        if model == "llama":
+            module: torch.nn.Module = LlamaForCausalLM(LlamaConfig(
+                hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+                vocab_size=8192, use_cache=False, tie_word_embeddings=True,
+            ))
+        else:
+            config = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=8192, n_positions=128, use_cache=False)
+            module = GPT2LMHeadModel(config)
+        ids = torch.zeros((16, 128), dtype=torch.int64)
+    module.get_input_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
+    graph = capture_model(module.train(), (), {"input_ids": ids, "labels": ids}, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(recompute="none", **pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.02)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
 def test_blocks_recompute_where_others_wait_the_least(share: float) -> None:
     """Stages of one block each in a part of the memory that blocks take which are all kept: nothing is held beyond it, what

@@ -133,7 +133,8 @@ class StageMemory:
         gathered = np.array([sum(one.made for one in each[row].families if one.zero == 3) * (not roots[row]) for row in at])
         before = np.cumsum(~roots[at]) - ~roots[at] > 0  # none is ahead of the first block
         found |= {"transient": found["transient"] - gathered * ~before, "gathered": gathered * before}
-        return found | _reducing(roots[at], reduced[at], several)
+        runs = np.cumsum(made[at]) > 0.0  # nothing takes a gradient before the first that is trained
+        return found | {name: column * runs for name, column in _reducing(roots[at], reduced[at], several).items()}
 
     def gradients(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> RowGradients:
         """Of the weights of a row."""

@@ -328,7 +328,7 @@ class StageCosts:
             need = renamed(use.need, degrees)
             found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
             total += np.full(RESOURCES, np.inf) if found is None else found
-            if not use.first:  # the gradients of a weight that two stages read are exchanged, by every data rank a piece
+            if not use.first and use.trainable:  # gradients of what two stages read are exchanged, by every data rank a piece
                 bytes_ = use.value.numel / degrees.mesh.size(need.split_axes) * 4
                 axes = variant.shard_axes if variant.zero else variant.data_axes
                 total[SEND_BACK] += 2 * self.crossing(degrees, bytes_ / degrees.mesh.size(axes))

@@ -69,12 +69,12 @@ def positions_of(graph: Graph) -> tuple[list[Position], frozenset[str]]:
 
 
 def several_readers(graph: Graph) -> frozenset[str]:
-    """Trainable parameters that several operators read (tied weights)."""
-    trainable = {param.value for param in graph.params if param.trainable}
+    """Parameters that several operators read (tied weights)."""
+    parameters = {param.value for param in graph.params if not param.buffer}
     count: dict[str, int] = {}
     for op in graph.ops:
         for name in dict.fromkeys(op.inputs):
-            if name in trainable:
+            if name in parameters:
                 count[name] = count.get(name, 0) + 1
     return frozenset(name for name, number in count.items() if number > 1)
 
