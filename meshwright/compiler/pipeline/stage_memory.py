@@ -134,7 +134,10 @@ class StageMemory:
         before = np.cumsum(~roots[at]) - ~roots[at] > 0  # none is ahead of the first block
         found |= {"transient": found["transient"] - gathered * ~before, "gathered": gathered * before}
         runs = np.cumsum(made[at]) > 0.0  # nothing takes a gradient before the first that is trained
-        return found | {name: column * runs for name, column in _reducing(roots[at], reduced[at], several).items()}
+        found |= {name: column * runs for name, column in _reducing(roots[at], reduced[at], several).items()}
+        # what a stage makes again for all of its blocks, as a bias of a table of a few rows, is reduced last
+        found["reduced"] *= [placement.repeated(start)[1] == 0.0 for start in range(len(at))]
+        return found
 
     def gradients(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> RowGradients:
         """Of the weights of a row."""
