@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import words
 from published import DATA, graph_of, rows_of
 from rich.console import Console
 from rich.table import Table
@@ -312,7 +313,7 @@ class Pricer:
 @lru_cache(maxsize=1)
 def _programs() -> str:
     """A digest of all that seconds are made by, the catalogue aside; memory is unlimited."""
-    files = [Path(pins_of.__code__.co_filename)]
+    files = [*map(Path, (pins_of.__code__.co_filename, words.__file__))]
     files += sorted(file for folder in ("compiler", "cost", "ir") for file in (COST.parent / folder).rglob("*.py")
                     if file.parent.name != "memory")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import pickle
+import re
 import sys
 import time
 from collections import defaultdict
@@ -35,7 +36,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import room
 import torch
+import words
 from rich.console import Console
 from rich.table import Table
 from rows import (
@@ -68,11 +71,12 @@ from torch import nn
 
 import meshwright
 from meshwright.cost.cluster import Cluster
+from meshwright.footprint import footprints
 from meshwright.ir.declared.experts import with_imbalance
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
-from meshwright.planner import OutOfMemoryError, capture_model, make_plan
+from meshwright.planner import OPTIMIZERS, OutOfMemoryError, capture_model, make_plan, rules_of
 from meshwright.published.architectures import Gpt, build
 from meshwright.published.zoo import Trained
 from meshwright.resized import of_batch
@@ -187,7 +191,8 @@ def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple
 def programs() -> str:
     """A digest of the package, and of what reads the rows."""
     folder = Path(meshwright.__file__).parent
-    files = [Path(pins_of.__code__.co_filename), *sorted(folder.rglob("*.py")), *sorted(folder.rglob("*.toml"))]
+    readers = map(Path, (pins_of.__code__.co_filename, words.__file__, room.__file__))
+    files = [*readers, *sorted(folder.rglob("*.py")), *sorted(folder.rglob("*.toml"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -260,9 +265,21 @@ def _completed(row: Row, result: Result, cache: Path | None) -> tuple[Result, bo
         seconds = predicted * plan.predicted.tflops_per_device * counted(row) / tflops
     return replace(
         result, measured_seconds=seconds, predicted_seconds=predicted,
-        predicted_gb=plan.predicted.bytes_per_rank / 1e9, reason="" if fits else "predicted not to fit",
+        predicted_gb=_held(row, plan, cluster) / 1e9, reason="" if fits else "predicted not to fit",
         predicted_tflops=result.measured_tflops * seconds / predicted if result.measured_tflops and seconds else None,
     ), fits
+
+
+def _held(row: Row, plan: Plan, cluster: Cluster) -> float:
+    """Bytes of the rank that a row is of, where it names one ("rank7"), of the fullest elsewhere: what is alive at the worst
+    moment, or, where the row's figure is that (``mem_kind``), what torch's allocator reserves for it."""
+    named = re.search(r"\brank ?(\d+)", text_of(row, "condition", "mem_kind"))
+    rank = None if named is None or plan.pipeline is None else int(named[1]) * plan.pipeline.degree // plan.mesh.world
+    if "reserved" in text_of(row, "mem_kind"):
+        ranks = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"], None if rank is None else [rank],
+                           cluster.device, room.room_of(row))
+        return max(one.reserved or one.bytes for one in ranks.values())
+    return plan.predicted.bytes_per_rank if rank is None else plan.predicted.bytes_per_pipeline_rank[rank]
 
 
 def _describe(row: Row) -> str:

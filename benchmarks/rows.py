@@ -23,6 +23,40 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from words import (
+    AGES,
+    BALANCED,
+    CHECKPOINTED,
+    CUTS,
+    FAMILIES,
+    FLASH,
+    FUSED,
+    HYBRID,
+    INSTANCES,
+    KEPT_LOGITS,
+    KERNELS,
+    LATEST,
+    LOSSES,
+    MEASURED,
+    MEGATRON,
+    MERGED,
+    NO,
+    PORTS,
+    SCHEDULES,
+    SEVERAL,
+    SOFTWARE,
+    SOFTWARE_KERNELS,
+    SPLIT,
+    SPLITS,
+    STOPS,
+    SUMS,
+    TRAINED,
+    UNFUSED,
+    UNSAID,
+    WHOLE_LOGITS,
+    YES,
+)
+
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.tables import MeasuredCollective
@@ -33,138 +67,6 @@ from meshwright.published.zoo import zero_of_stages
 
 DATA = Path(__file__).parent / "data"
 Row = Mapping[str, str]
-
-INSTANCES: Sequence[tuple[str, str, str]] = (
-    # words in "interconnect", device they are on ("" any), node of the catalogue
-    ("4 x 100 Gb/s", "a100", "p4d"), ("p4d", "a100", "p4d"), ("EFA", "a100", "p4d"), ("EFA", "h", "p5"), ("p5", "h", "p5"),
-    ("A3 Mega", "h100", "a3-mega"), ("A3 High", "h100", "a3-high"), ("A800", "a", "hgx-a800"), ("H800", "h", "hgx-h800"),
-    ("DGX-1", "v100", "dgx1-v100"), ("Omni-Path", "v100", "jeanzay-v100"),
-)
-"""Where none matches, the device's own node: the vendor's reference design."""
-
-MEASURED: Sequence[tuple[str, str]] = (("HF cluster", "playbook.toml"),)
-"""Words in "interconnect" of clusters whose own collectives were measured: what stands before the formulas, as in a user's file
-(in ``data``)."""
-
-PORTS: Mapping[str, float] = {"FDR": 56, "EDR": 100, "HDR100": 100, "HDR": 200, "NDR200": 200, "NDR": 400, "XDR": 800}
-"""Gb/s of an InfiniBand port."""
-
-FLASH = "flash"
-"""FlashAttention of a version that is not said: a row with it is priced with every one there was."""
-KERNELS: Sequence[tuple[str, str]] = (
-    # words in "notes" (without blanks, hyphens and underscores), attention kernel
-    ("noflash", "scores"), ("withoutflash", "scores"), ("flash=off", "scores"), ("flash=no", "scores"),
-    ("flashattentionintriton", "triton"),
-    ("flashattention3", "flash3"), ("flashattentionv3", "flash3"), ("flashattn3", "flash3"), ("cudnnattention", "flash3"),
-    ("flashattention2", "flash2"), ("flashattentionv2", "flash2"), ("flashattn2", "flash2"), ("flashattnv2", "flash2"),
-    ("flashattention1", "flash1"), ("flashattentionv1", "flash1"), ("flashattn1", "flash1"), ("flashattnv1", "flash1"),
-    ("xformers", "flash1"),
-    ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
-    ("flashattention", FLASH), ("flashattn", FLASH),
-    ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
-)
-AGES: Sequence[tuple[tuple[int, int], tuple[str, ...]]] = (
-    ((2022, 5), ("scores",)), ((2023, 7), ("scores", "flash1")), ((2024, 6), ("flash1", "flash2")), ((9999, 12), ("flash2",)),
-)
-"""What was published up to (year, month) may have run on these kernels, the slowest first: Dao et al. 2022 is of that May, Dao
-2023 of that July, whose package took the first one's place; the third (Shah et al. 2024) has one of its own and is named."""
-LATEST = ("flash1", "flash2")
-"""What bears no date."""
-SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformerengine", "flash3"))
-"""Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
-
-LOSSES: Sequence[tuple[str, str]] = (
-    # words in "notes" (without blanks, hyphens and underscores), the kernels of a cross entropy: one, or many in place
-    ("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"), ("shardedcrossentropy", "sharded"),
-)
-CUTS: Sequence[tuple[str, str]] = (
-    # words in "notes", where stages start
-    ("stages cut by cost", "searched"), ("stages of as many layers", "even"), ("stages of as many modules", "modules"),
-)
-
-FUSED: Sequence[str] = ("nemo", "transformer engine", "compile", "xla", "jax")
-"""Words in "notes" of software that fuses norms and what is around them (Transformer Engine is what NeMo runs on)."""
-UNFUSED = re.compile(r"(?:\bno|\bnot|without|w/o)\s+(?:torch\.)?compil|compiled?\s*[=:]\s*(?:no|off|false|0)", re.IGNORECASE)
-
-OVERLAPPED: Sequence[str] = ("tp comm overlap", "nemo", "transformer engine")
-"""Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
-
-MEGATRON: Sequence[str] = ("megatron", "interleaved", "selective")
-"""Words in "schedule" or "recompute" of Megatron-LM, which brought the interleaved schedule and selective recomputation; a
-"vpp" above 1 says the same."""
-
-MERGED = (2022, 5)
-"""Korthikanti et al. 2022. Megatron-LM since then adds a weight's gradient to its fp32 sum within the product that makes it."""
-
-CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
-"""Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
-that the backward needs; Megatron-LM's and its kin's run the whole block again, and so does torch's before ``STOPS``."""
-STOPS = (2, 1)
-"""The version of torch whose checkpoint stops early (``set_checkpoint_early_stop``)."""
-
-BALANCED: Sequence[str] = ("force balance", "token drop cf1")
-"""Words in "notes" of runs whose experts all get as many rows: routing forced to, or a capacity of the mean filled up."""
-TRAINED = 1.06
-"""Rows of the fullest device over the mean under a router trained to balance, as all these runs have: Mixtral 8x22B takes 465 /
-445 of the time (R05463, R05462) that it takes with forced balance, and its experts are about 0.7 of that. Plans assume more,
-for a user's router may be at its start (``IMBALANCE``)."""
-
-HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
-"""Words of state that is split over some of the data ranks; all other software splits it over all of them."""
-
-BUCKETED: Sequence[str] = ("ddp bucket",)
-"""Words in "schedule", "dtype" or "notes" of software whose gradients lie in the buckets of torch's DDP."""
-
-PLAIN_LOSS: Sequence[str] = ("torch cross entropy",)
-"""Words in "notes" of software whose loss is torch's own cross entropy: its softmax is kept, whose gradient lies beside that of
-the loss."""
-
-KEPT_LOGITS: Sequence[str] = ("outputs of two micro-batches",)
-"""Words in "schedule" or "notes" of software that keeps what the last stage hands on, logits, in two buffers (DeepSpeed's
-pipeline engine and its kin)."""
-
-KEPT_HEADS: Sequence[str] = ("heads of one product",)
-"""Words in "notes" of software in which the values of attention are a slice of one product with queries and keys, which is kept
-whole for them, that lays the result of several samples out anew before the next product, and picks what turns queries and keys
-by their positions in every layer. Its FlashAttention is the one for packed sequences (``packed``)."""
-
-FLAT: Sequence[str] = ("flat optimizer state",)
-"""Words in "notes" of software whose ZeRO holds a rank's part of all parameters, and of their state, in one tensor each."""
-
-KEPT: Sequence[str] = ("gathered inputs kept", "dtensor", "torchtitan")
-"""Words in "schedule", "dtype" or "notes" of software whose linears keep for the backward what they gathered."""
-
-WHOLE_LOGITS: Sequence[str] = ("gathered logits",)
-"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them: by
-torch.distributed's own functions, as in the layers of Megatron-LM that such software has."""
-
-SUMS: Sequence[tuple[str, str]] = (
-    # words in "dtype" or "notes", what micro-batches' gradients are summed in
-    ("fp32 grad", "fp32"), ("fp32 accumulation", "fp32"), ("bf16 grad", "narrow"), ("fp16 grad", "narrow"),
-)
-
-ALONE: Sequence[str] = ("deepspeed",)
-"""Words in "schedule", "dtype" or "notes" of software whose ZeRO gathers and reduces every parameter alone."""
-
-FAMILIES: Sequence[tuple[str, str]] = (
-    # words in "family", architecture
-    ("palm", "palm"), ("deepseek", ""), ("moe", "moe"), ("mixtral", "moe"), ("mixture", "moe"),
-    *((word, "llama") for word in ("llama", "mistral", "qwen", "yi", "gemma", "olmo", "internlm", "swiglu", "gated")),
-    *((word, "gpt") for word in ("gpt", "opt", "bloom", "mpt", "falcon", "neox", "nemotron", "megatron", "dense")),
-)
-
-SCHEDULES: Sequence[tuple[str, str]] = (
-    # words in "schedule" of a pipeline, schedule
-    ("interleaved", "interleaved1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"), ("afab", "gpipe"), ("all forward", "gpipe"),
-    ("dualpipev", "dualpipev"), ("dualpipe", ""), ("zbv", "zbv"), ("zb-v", "zbv"), ("zb", "zb"), ("zero bubble", "zb"),
-    ("chimera", ""),
-)
-UNSAID = "1f1b"
-"""What a pipeline runs of which nothing is said."""
-SEVERAL: Mapping[str, str] = {"1f1b": "interleaved1f1b"}
-"""What is meant by a schedule of one stage where a rank has several."""
-NO = ("no", "none", "off", "false", "0")
-YES = ("yes", "on", "true", "1", "full", "uniform", "block")
 
 
 class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
@@ -431,24 +333,14 @@ def cluster_of(row: Row) -> Cluster:
     """The devices, nodes and software of a row. Every 1F1B that is public waits for what it sends: torch's and Megatron-LM's
     send and receive at once (``send_forward_recv_backward``), nanotron's and DeepSpeed's kin's sends block the stream."""
     cluster, kernel = wired(row), kernel_of(row)
-    known = kernel if kernel in cluster.device.attention else None
-    overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
-    repeats = not any(words in text_of(row, "schedule", "dtype", "notes") for words in CHECKPOINTED)
-    repeats = repeats or torch_of(row) < STOPS
-    alone = any(words in text_of(row, "schedule", "dtype", "notes") for words in ALONE)
-    added = megatron(row) and (published_in(row) or MERGED) >= MERGED
+    text = text_of(row, "schedule", "dtype", "notes")
+    said = {name: any(words in text for words in table) for name, table in SOFTWARE.items()}
+    added = said["overlapped"] or (megatron(row) and (published_in(row) or MERGED) >= MERGED)
     return cluster.with_kernels(
-        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone,
-        merged_loss=loss_of(row) == "merged", sharded_loss=loss_of(row) == "sharded",
-        narrow_sums=sums_of(row) == "narrow",
-        buckets=any(words in text_of(row, "schedule", "dtype", "notes") for words in BUCKETED),
-        keeps_gathered=any(words in text_of(row, "schedule", "dtype", "notes") for words in KEPT),
-        plain_loss=any(words in text_of(row, "notes") for words in PLAIN_LOSS),
-        kept_logits=2 if any(words in text_of(row, "schedule", "notes") for words in KEPT_LOGITS) else 0,
-        keeps_heads=any(words in text_of(row, "notes") for words in KEPT_HEADS),
-        flat_state=any(words in text_of(row, "notes") for words in FLAT),
-        plain_collectives=any(words in text_of(row, "notes") for words in WHOLE_LOGITS),
-        packed=any(words in text_of(row, "notes") for words in KEPT_HEADS), waits=True,
+        kernel if kernel in cluster.device.attention else None, fused=fused(row), accumulates=added,
+        repeats=torch_of(row) < STOPS or not any(words in text for words in CHECKPOINTED),
+        merged_loss=loss_of(row) == "merged", sharded_loss=loss_of(row) == "sharded", narrow_sums=sums_of(row) == "narrow",
+        kept_logits=2 * any(words in text for words in KEPT_LOGITS), waits=True, **said,
     )
 
 
@@ -477,8 +369,6 @@ def shape_of(row: Row) -> Shape:
         raise Unpriced("the source does not state the global batch")
     kv_heads = integer(row, "n_kv_heads", 0) or heads
     family = _family(row, experts)
-    if family == "gpt" and kv_heads != heads:
-        family = "nemotron"
     experts_ffn = integer(row, "moe_ffn_hidden", 0) if family == "moe" else 0
     ffn = experts_ffn or integer(row, "ffn_hidden", _usual_ffn(family, hidden))
     if hidden % heads or heads % kv_heads:
@@ -494,7 +384,8 @@ def _family(row: Row, experts: int) -> str:
     known = word_of(text, FAMILIES)
     if not known:
         raise Unpriced(f"no architecture for family {row['family']!r}")
-    return "moe" if experts > 1 else known
+    shares = number(row, "n_kv_heads") not in (None, 0.0, number(row, "n_heads"))
+    return "moe" if experts > 1 else "nemotron" if known == "gpt" and shares else known
 
 
 def _usual_ffn(family: str, hidden: int) -> int | None:
@@ -540,7 +431,8 @@ def assumed(row: Row) -> str:
     words += [] if number(row, "ffn_hidden") or number(row, "moe_ffn_hidden") else ["ffn_hidden = 4 hidden"]
     words += [] if number(row, "global_batch_seqs") else [f"{batch_of(row):.0f} sequences a step"]
     words += [] if number(row, "gpus_per_node") or world_of(row) <= 8 else ["the device's own node"]
-    words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 else []
+    several = batch_of(row) != (number(row, "micro_batch") or 0.0) * replicas(row)
+    words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 and several else []
     words += [f"attention of {' or '.join(kernels_of(row))}"] if len(kernels_of(row)) > 1 else []
     words += [] if text_of(row, "recompute") else ["recomputation of none or all"]
     uneven = degree(row, "ep") > 1 and imbalance_of(row) > 1
@@ -573,18 +465,30 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     known = None if schedule is None else schedule_of(schedule)
     fixed = known is not None and (known.stages or 1) > 1
     several = known is not None and known.stages is None and known.usual > 1  # how many is left to the search
-    level = zero_of_stages(zero_of(row), pp)
+    microbatches = max(1, round(batch / (dp * micro))) if batch and micro else None
+    level = zero_of(row) if microbatches == 1 else zero_of_stages(zero_of(row), pp)
     split = text_of(row, "sp") in YES and tp > 1
-    whole = tp > 1 and any(words in text_of(row, "notes") for words in WHOLE_LOGITS)
     hybrid = any(words in text_of(row, "zero/fsdp", "dtype", "schedule", "notes") for words in HYBRID)
     return Pins(
         dp=dp, shard=dp if level and not hybrid else None, tp=tp, pp=pp, cp=cp, ep=ep, zero=level,
         sequence_parallel=None if tp > 1 and not text_of(row, "sp") else split,
         schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or not several), blocks),
         virtual_stages=None if pp == 1 or fixed else int(vpp) if vpp else None if several else 1,
-        microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None, recompute=recompute_of(row),
-        operators={"*:cross_entropy": "dp=b0" if dp > 1 else ""} if whole else {},
+        microbatches=microbatches, recompute=recompute_of(row),
+        operators={} if hybrid else _layout(row, {"dp": dp // ep, "ep": ep, "cp": cp, "tp": tp}),
     )
+
+
+def _layout(row: Row, sizes: Mapping[str, int]) -> dict[str, str]:
+    """{operators: what splits them} of a row's tensor parallelism: as all software does (``SPLITS``), and a loss on gathered
+    logits by samples alone. ``sizes``: of the axes."""
+    if sizes["tp"] == 1:
+        return {}
+    dims = {"dp": "b0", "ep": "b0", "cp": "b1"}
+    batch = [f"{axis}={dims[axis]}" for axis, size in sizes.items() if size > 1 and axis in dims]
+    named = SPLITS.get(_family(row, integer(row, "n_experts", 0)), SPLIT)
+    whole = {"*:cross_entropy": ", ".join(batch)} if any(words in text_of(row, "notes") for words in WHOLE_LOGITS) else {}
+    return {f"*{name}": ", ".join([*batch, f"tp={dim}"]) for name, dim in named.items()} | whole
 
 
 def zero_of(row: Row) -> int | None:

@@ -44,7 +44,8 @@ def _software(device: Device | None) -> Software:
         return OWN
     return Software(
         device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits, device.keeps_heads, device.flat_state,
-        device.plain_collectives, device.packed,
+        device.plain_collectives, device.packed, device.narrow_loss, device.fused_activations, device.flat_units,
+        device.own_units, device.gather_buffer,
     )
 
 

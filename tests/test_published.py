@@ -217,7 +217,28 @@ def test_notes_say_what_software_holds(rows):
     assert rows.shape_of(row).architecture.extra == {"tie_word_embeddings": True}
     whole = {**row, "sp": "no"}
     pins = [rows.pins_of(one, 4).operators for one in (whole, {**whole, "dp": "1", "tp": "4"}, row, {**SMALL, "sp": "no"})]
-    assert pins == [{"*:cross_entropy": "dp=b0"}, {"*:cross_entropy": ""}, {"*:cross_entropy": "dp=b0"}, {}]
+    assert [{key: text for key, text in one.items() if "loss" in key or "cross" in key} for one in pins] == [
+        {"*:cross_entropy": "dp=b0"}, {"*:cross_entropy": ""}, {"*:cross_entropy": "dp=b0"}, {}]
+
+
+def test_tensor_parallelism_is_columns_then_rows(published, rows):
+    """What a search finds faster where gathered inputs are kept, the second product of attention by columns too, no software
+    runs: it gathers once more a layer, and keeps that."""
+    row = {**SMALL, "notes": "FlashAttention-2; gathered inputs kept; sharded cross entropy", "zero/fsdp": "0", "dp": "1",
+           "tp": "4", "n_heads": "4", "n_kv_heads": "4", "global_batch_seqs": "32", "micro_batch": "8", "hidden": "512",
+           "ffn_hidden": "1408", "seq_len": "512"}
+    assert rows.pins_of(row, 4).operators == {"*embed_tokens:embedding": "tp=v", "*o_proj:linear": "tp=k",
+                                              "*down_proj:linear": "tp=k"}
+    assert rows.pins_of({**row, "tp": "2", "dp": "2", "family": "dense-gpt"}, 4).operators["*out:linear"] == "dp=b0, tp=k"
+    assert "*o_proj:linear" in rows.pins_of({**row, "family": "dense-gpt", "n_kv_heads": "2"}, 4).operators
+    assert rows.pins_of({**row, "tp": "1", "dp": "4"}, 4).operators == {}
+    plan, _ = published.planned(published.graph_of(row), rows.cluster_of(row), rows.pins_of(row, 4), "bf16")
+    second = [op.name for op in plan.graph.ops if op.module.endswith(("o_proj", "down_proj"))]
+    assert len(second) == 4
+    assert all(dict(plan.assignments[name]) == {"tp": "k"} for name in second)
+
+
+KINDS = {"activations", "gathered", "gradients", "transient"}
 
 
 def held(published, rows, row: dict[str, str], kinds: set[str], **software: bool) -> float:
@@ -248,6 +269,60 @@ def test_what_linears_gathered_is_kept_or_gathered_again(published, rows):
     row = {**SMALL, "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2", "loss": "merged", "n_layers": "8"}
     gathered = 2 * 4096 * 256 * 2
     assert held(published, rows, row, {"activations"}, keeps_gathered=True) == pytest.approx(8 * 2 * gathered / 2, rel=0.1)
+
+
+def test_a_loss_in_place_of_16_bit_logits_holds_them_three_times(published, rows):
+    """Of many words and narrow layers: of the logits in 16 bits the softmax, its copy and the gradient; this package holds them
+    and their gradient in fp32."""
+    row = {**SMALL, "sp": "no", "tp": "1", "dp": "4", "vocab": "32000", "sums": "fp32", "attention": "flash2", "loss": "eager",
+           "seq_len": "2048"}
+    logits = 2 * 2048 * 32000
+    kinds = {"activations", "transient"}
+    assert held(published, rows, row, kinds, narrow_loss=True) == pytest.approx((3 * 2 - 2 * 4) * logits, rel=0.01)
+
+
+def test_what_a_gated_activation_makes_in_between_is_not_kept(published, rows):
+    """Of eight layers of long sequences: silu's result, as wide as the inner values."""
+    row = {**SMALL, "tp": "1", "dp": "4", "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2",
+           "loss": "merged", "n_layers": "8"}
+    inner = 2 * 4096 * 512 * 2
+    assert held(published, rows, row, {"activations"}, fused_activations=True) == pytest.approx(-8 * inner, rel=0.02)
+
+
+def test_units_of_their_own_and_flat_ones_gather_less(published, rows):
+    """Under ZeRO-3 of many words the worst moment is in the loss: the root has gathered embedding and head, and the last block
+    has been asked for. As units of their own the head alone is there. Of short sequences it is where gradients are reduced,
+    which a unit that is one flat tensor does as they are, not in fp32."""
+    row = {**SMALL, "sp": "no", "tp": "1", "dp": "4", "zero/fsdp": "3", "vocab": "32000", "sums": "fp32", "attention": "flash2",
+           "loss": "merged", "n_layers": "4", "seq_len": "256"}
+    table, block = 2 * 32000 * 256, 2 * 256 * (2 * 256 * 1.5 + 3 * 512)
+    assert held(published, rows, row, {"gathered"}, own_units=True) == pytest.approx(-table - block, rel=0.01)
+    assert held(published, rows, {**row, "seq_len": "64"}, KINDS, flat_units=True) < -1.5 * table
+
+
+def test_what_linears_gather_lies_in_one_buffer(published, rows):
+    """Under sequence parallelism a gather along the second dim is put in order, forward and backward, and so is the gradient
+    that is scattered; where the sequence is the first dim there are the buffer and the gradient."""
+    row = {**SMALL, "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2", "loss": "merged", "n_layers": "8"}
+    gathered = 2 * 4096 * 256 * 2
+    assert held(published, rows, row, {"transient"}, gather_buffer=True) == pytest.approx(-2 * gathered, rel=0.1)
+
+
+def test_a_figure_is_of_the_rank_that_its_condition_names(published):
+    row = {**SMALL, "pp": "2", "tp": "1", "dp": "2", "peak_mem_GB": "1", "schedule": "gpipe", "global_batch_seqs": "4",
+           "vocab": "32000", "attention": "flash2", "loss": "merged", "sums": "fp32", "cuts": "even"}
+    first, last, fullest = (published.price({**row, "condition": of}).predicted_gb for of in ("rank0; x", "rank 3", ""))
+    assert first < 0.8 * last
+    assert last == fullest
+
+
+def test_a_figure_of_what_is_reserved_is_compared_with_what_is_reserved(published):
+    """What a row says was reserved, in GiB, is more than what is alive, and no bytes of 10^9 to a GB."""
+    row = {**SMALL, "peak_mem_GB": "1", "attention": "flash2", "loss": "eager", "sums": "fp32", "vocab": "32000"}
+    alive = published.price({**row, "mem_kind": "torch max_memory_allocated, GiB"})
+    reserved = published.price({**row, "mem_kind": "torch max_memory_reserved of rank 0 in GiB"})
+    assert alive.predicted_gb < reserved.predicted_gb < 2 * alive.predicted_gb
+    assert reserved.measured_gb == pytest.approx(2**30 / 1e9)
 
 
 def test_torchs_cross_entropy_and_kept_logits_are_held(published, rows):
@@ -326,14 +401,14 @@ def test_plain_collectives_receive_pieces_and_come_back_late(published, rows):
 
 def test_rows_have_the_room_that_context_and_communicators_leave(rows, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    fits = importlib.import_module("fits")
+    room = importlib.import_module("room")
     device, way = rows.cluster_of(SMALL).device, {**SMALL, "n_gpus": "8", "zero/fsdp": "1"}
-    taken = [device.memory_bytes - fits.CONTEXT - fits.room_of({**way, **degrees}) for degrees in (
+    taken = [device.memory_bytes - room.CONTEXT - room.room_of({**way, **degrees}) for degrees in (
         {"dp": "8", "tp": "1", "sp": "no"}, {"dp": "4", "tp": "2"}, {"dp": "2", "tp": "2", "pp": "2"},
         {"dp": "1", "tp": "1", "pp": "8", "sp": "no"})]
-    pair, group = fits.PAIR, fits.GROUP
+    pair, group = room.PAIR, room.GROUP
     assert taken == [group, 2 * group + pair, group + 4 * pair, group + 2 * pair]
-    early = fits.room_of({**way, "dp": "8", "tp": "1", "sp": "no", "notes": "torch 1.12"})
+    early = room.room_of({**way, "dp": "8", "tp": "1", "sp": "no", "notes": "torch 1.12"})
     assert early == device.memory_bytes - device.reserve_bytes - group
 
 
@@ -447,7 +522,7 @@ def test_stages_of_equal_layers_where_no_other_cut_is_faster(rows):
 
 
 def test_batches_that_are_not_stated(rows):
-    row = {"n_gpus": "16", "tp": "4", "micro_batch": "2", "seq_len": "100"}
+    row = {"n_gpus": "16", "tp": "4", "micro_batch": "2", "seq_len": "100", "family": "llama"}
     assert rows.batch_of(row) == 8
     assert rows.batch_of({**row, "notes": "grad_accum=4; other"}) == 32
     assert rows.batch_of({**row, "step_time_s": "2", "tokens_per_s_per_gpu": "50"}) == 16
@@ -470,6 +545,9 @@ def test_with_stages_gradients_are_reduced_once(rows):
         row = {**SMALL, "zero/fsdp": level, "pp": str(pp), "dp": "", "n_gpus": str(2 * pp)}
         assert rows.pins_of(row, 2 * pp).zero == planned
         assert ("reduced once a step" in rows.assumed(row)) == said
+    alone = {**SMALL, "zero/fsdp": "3", "pp": "2", "dp": "", "n_gpus": "4", "tp": "1", "global_batch_seqs": "4"}
+    assert rows.pins_of(alone, 4).zero == 3  # of one micro-batch they are reduced once whatever the level
+    assert "reduced once a step" not in rows.assumed(alone)
 
 
 def test_balanced_routing_is_read_from_the_notes(rows):

@@ -79,6 +79,11 @@ class Device:
     the last dim receives a list of pieces, and whose memory comes back late (``cost.memory.allocator``); ``packed``: whether
     attention is FlashAttention's for packed sequences, the longest of which the host asks the device for; ``waits``: whether
     a rank of a 1F1B goes on only when what it sent has arrived (torch's own and Megatron-LM's, which send and receive at once);
+    ``narrow_loss``: whether the cross entropy works in place on 16-bit logits, without widening them; ``fused_activations``:
+    whether what lies between pointwise operators is made again in the backward, in one kernel with them (Megatron-LM's SwiGLU),
+    not kept; ``flat_units``: whether FSDP gathers and reduces a unit as one flat tensor, in the compute dtype (FSDP1);
+    ``own_units``: whether embedding, last norm and head are units of their own; ``gather_buffer``: whether the sequence is the
+    first dim and what linears gather along it lies in one buffer that stays (Megatron-LM's layers);
     ``products``: the format that products run in, "" for that of their operands;
     ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
     the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
@@ -119,6 +124,11 @@ class Device:
     plain_collectives: bool = False
     packed: bool = False
     waits: bool = False
+    narrow_loss: bool = False
+    fused_activations: bool = False
+    flat_units: bool = False
+    own_units: bool = False
+    gather_buffer: bool = False
     fused: bool = False
     overlapped: bool = False
     accumulates: bool = False

@@ -194,22 +194,37 @@ class Cluster:
         buckets: bool | None = None,
         keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
         keeps_heads: bool | None = None, flat_state: bool | None = None, plain_collectives: bool | None = None,
-        packed: bool | None = None, waits: bool | None = None,
+        packed: bool | None = None, waits: bool | None = None, narrow_loss: bool | None = None,
+        fused_activations: bool | None = None, flat_units: bool | None = None, own_units: bool | None = None,
+        gather_buffer: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
         collectives ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
         recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed),
         whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), or many that work in place
-        (``sharded_loss``: Megatron-LM's), whether micro-batches' gradients are summed in 16 bits (``narrow_sums``:
-        DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
-        gather is kept (``keeps_gathered``: DTensor's linears), whether a cross entropy's softmax is kept and its gradient lies
+        (``sharded_loss``: Megatron-LM's), in place of 16-bit logits even (``narrow_loss``), whether micro-batches' gradients
+        are summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
+        gather is kept (``keeps_gathered``: DTensor's linears), or lies in one buffer that stays (``gather_buffer``:
+        Megatron-LM's), whether a cross entropy's softmax is kept and its gradient lies
         beside that of the loss (``plain_loss``: torch's own), of how many micro-batches the logits are kept
         (``kept_logits``: 2 in pipeline engines like DeepSpeed's), whether what attention keeps of its values is the one product
-        that they are a slice of (``keeps_heads``), whether a rank's optimizer state is one tensor of each kind
-        (``flat_state``), not one for every parameter, whether collectives are torch.distributed's own functions
+        that they are a slice of (``keeps_heads``), whether what lies between pointwise operators is not kept
+        (``fused_activations``), whether a rank's optimizer state is one tensor of each kind
+        (``flat_state``), not one for every parameter, whether FSDP's units are flat tensors (``flat_units``: FSDP1), and
+        embedding and head units of their own (``own_units``), whether collectives are torch.distributed's own functions
         (``plain_collectives``: Megatron-LM), whether attention is over ``packed`` sequences, and whether a 1F1B ``waits`` for
         what it sends (torch's own, Megatron-LM's). None leaves it as it is."""
+        said = {
+            "attention_kernel": attention, "fused": fused, "overlapped": overlapped, "accumulates": accumulates,
+            "repeats": repeats, "alone": alone, "merged_loss": merged_loss, "sharded_loss": sharded_loss,
+            "narrow_sums": narrow_sums, "buckets": buckets, "keeps_gathered": keeps_gathered, "plain_loss": plain_loss,
+            "kept_logits": kept_logits, "keeps_heads": keeps_heads, "flat_state": flat_state,
+            "plain_collectives": plain_collectives, "packed": packed, "waits": waits, "narrow_loss": narrow_loss,
+            "fused_activations": fused_activations, "flat_units": flat_units, "own_units": own_units,
+            "gather_buffer": gather_buffer,
+        }
+        changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         islands = []
         for island in self.islands:
             device = island.device
@@ -217,24 +232,7 @@ class Cluster:
                 raise ClusterError(
                     f"no attention kernel {attention!r} for {device.name}; known: {', '.join(device.attention)}"
                 )
-            device = replace(
-                device, attention_kernel=attention or device.attention_kernel, fused=device.fused if fused is None else fused,
-                overlapped=device.overlapped if overlapped is None else overlapped,
-                accumulates=device.accumulates if accumulates is None else accumulates,
-                repeats=device.repeats if repeats is None else repeats,
-                alone=device.alone if alone is None else alone,
-                merged_loss=device.merged_loss if merged_loss is None else merged_loss,
-                sharded_loss=device.sharded_loss if sharded_loss is None else sharded_loss,
-                narrow_sums=device.narrow_sums if narrow_sums is None else narrow_sums,
-                buckets=device.buckets if buckets is None else buckets,
-                keeps_gathered=device.keeps_gathered if keeps_gathered is None else keeps_gathered,
-                plain_loss=device.plain_loss if plain_loss is None else plain_loss,
-                kept_logits=device.kept_logits if kept_logits is None else kept_logits,
-                keeps_heads=device.keeps_heads if keeps_heads is None else keeps_heads,
-                flat_state=device.flat_state if flat_state is None else flat_state,
-                plain_collectives=device.plain_collectives if plain_collectives is None else plain_collectives,
-                packed=device.packed if packed is None else packed, waits=device.waits if waits is None else waits,
-            )
+            device = replace(device, **changes)
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))
 

@@ -12,6 +12,10 @@ Per unit of N elements over s ranks, c bytes in compute, 4 in reductions (torch 
                in the backward the unit ahead is gathered early. With s = 1 a copy is made all the same.
     reduce     4 N to communicate, which stays until the next unit reduces, and 4 N / s for the result
 
+FSDP1 (``Software.flat_units``) gathers a unit straight into its place, joins its gradients into one flat tensor of N c and lets
+go of that when it is reduced, in the compute dtype (torch 2.1, ``_flat_param.py`` and ``_runtime_utils.py`` of
+``torch/distributed/fsdp``).
+
 Parameters that FSDP2 does not take (no data axis, numbers without dims, buffers) lie there as they are, but for a copy in the
 compute dtype.
 """
@@ -37,9 +41,12 @@ from meshwright.cost.memory.replay import (
     hold,
     logits_of,
     script_of,
+    with_fused_activations,
+    with_narrow_loss,
     with_packed_attention,
     with_plain_collectives,
     with_plain_loss,
+    with_sequence_first,
     with_whole_heads,
 )
 from meshwright.ir.mesh import Mesh
@@ -78,7 +85,10 @@ class Software(NamedTuple):
     dtype; ``buckets``: out of buckets; ``plain_loss``: the gradient of a cross entropy's softmax lies beside that of its loss;
     ``kept_logits``: micro-batches whose logits are kept; ``keeps_heads``: values of attention keep the one product that they
     are a slice of; ``flat_state``: optimizer state is one tensor of each kind; ``plain_collectives``: torch.distributed's own;
-    ``packed``: attention is over packed sequences, for which the host waits."""
+    ``packed``: attention is over packed sequences, for which the host waits; ``narrow_loss``: the cross entropy works in place
+    on logits as the model makes them; ``fused_activations``: what lies between pointwise operators is made again;
+    ``flat_units``: a unit is gathered and reduced as one flat tensor (FSDP1); ``own_units``: what is outside of the blocks is a
+    unit for each of its modules, not all of it the root's; ``gather_buffer``: what linears gather lies in one buffer."""
 
     narrow: bool = False
     buckets: bool = False
@@ -88,6 +98,11 @@ class Software(NamedTuple):
     flat_state: bool = False
     plain_collectives: bool = False
     packed: bool = False
+    narrow_loss: bool = False
+    fused_activations: bool = False
+    flat_units: bool = False
+    own_units: bool = False
+    gather_buffer: bool = False
 
 
 OWN = Software()
@@ -120,20 +135,28 @@ class RootUnit:
             self.scripts = [with_whole_heads(script, program.operators) for script in self.scripts]
         if software.plain_collectives:
             self.scripts = [with_plain_collectives(script, program.operators) for script in self.scripts]
+        if software.gather_buffer:
+            both = [with_sequence_first(script, program.operators) for script in self.scripts]
+            self.scripts = [script for script, _ in both]
+            heap.keep(max((buffer for _, buffer in both), default=0.0))
+        if software.narrow_loss:
+            self.scripts = [with_narrow_loss(script, program.operators) for script in self.scripts]
+        if software.fused_activations:
+            self.scripts = [with_fused_activations(script, program.operators) for script in self.scripts]
         if software.packed:
             self.scripts = [with_packed_attention(script, program.operators) for script in self.scripts]
         for script in self.scripts * software.kept_logits:
             itemsize = (program.compute_dtype or torch.float32).itemsize
             heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)
+        self.software, self.shares, self.apart = software, shares, apart
         self.stored = {stored.value: stored for stored in program.stored}
-        self.homes = _homes(program.stored, main, leaving)
+        self.homes = _homes(program.stored, main, leaving, software.own_units)
         self.units = {home: self._units(home) for home in (*range(len(self.main)), -1)}
         self.readers = _last_reads(main, leaving)
         self.loose: dict[str, Storage] = {}  # gradients of what FSDP2 does not take: of this micro-batch, on their way
         self.settled: dict[str, Storage] = {}  # and where they are summed
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
-        self.software, self.shares, self.apart = software, shares, apart
         for unit in (unit for units in self.units.values() for unit in units) if software.buckets else ():
             if unit.zero < 2:
                 heap.new(unit.elements * unit.itemsize, GRADIENTS)
@@ -147,7 +170,8 @@ class RootUnit:
         for one in self.program.stored:
             if self.homes.get(one.value) == home and gathers(one, self.mesh):
                 axes = (tuple(a for a in over if self.mesh.size(a) > 1) for over in (one.data_axes, one.shard_axes))
-                key = *axes, one.dtype, rest_itemsize(one, self.program)
+                module = one.fqns[0].rpartition(".")[0] if self._outside(home) else ""
+                key = *axes, one.dtype, rest_itemsize(one, self.program), module
                 families.setdefault(key, []).append(one)
         root = home < 0
         zero = min(2, max((s.zero for s in self.main if not s.path), default=1)) if root else self.main[home].zero
@@ -158,6 +182,10 @@ class RootUnit:
             shards = self.mesh.size(members[0].shard_axes)
             found.append(GatheredUnit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members)))
         return tuple(found)
+
+    def _outside(self, index: int) -> bool:
+        """Whether a segment is outside of the blocks and its modules are units of their own."""
+        return self.software.own_units and index >= 0 and not self.main[index].path
 
     # a micro-batch
 
@@ -198,8 +226,12 @@ class RootUnit:
             units = self.units[index]
             if any(unit.frees for unit in units):
                 self._gather_all(units, forward=False)
+            late = len(units) > 1 and self._outside(index)  # the first of its units asks, when the backward has come to it
+            if any(unit.frees for unit in units) and not late:
                 self._prefetch(index)
             self._backward(index, batch, grads, half)
+            if late:
+                self._prefetch(index)
             for unit in units if reduces else ():
                 self._reduce(unit, last)
         if half == "inputs":
@@ -316,7 +348,10 @@ class RootUnit:
         if unit.whole is not None:
             return
         size = unit.elements * unit.itemsize
-        if unit.shards > 1:
+        if self.software.flat_units:
+            unit.whole = unit.incoming or self._start(unit)
+            unit.incoming = None
+        elif unit.shards > 1:
             incoming = unit.incoming or self._start(unit)
             unit.incoming = None
             if forward:
@@ -361,12 +396,15 @@ class RootUnit:
                 self._widen(unit)
             return
         self._done(self.reducing)
-        self.reducing = self.heap.new(unit.elements * _REDUCED, WORK)
+        self.reducing = self.heap.new(unit.elements * (unit.itemsize if self.software.flat_units else _REDUCED), WORK)
         for storage in (*unit.weights.values(), *unit.wide.values()):
             self.heap.drop(storage)
         unit.weights.clear()
         unit.wide.clear()
         piece = self.heap.new(unit.elements / unit.shards * _REDUCED, GRADIENTS)
+        if self.software.flat_units:
+            self._done(self.reducing)
+            self.reducing = None
         self.heap.space(unit.elements * _REDUCED if unit.shards == 1 else 0.0)
         if unit.piece is None:
             unit.piece = piece
@@ -406,14 +444,15 @@ def rest_itemsize(stored: Stored, program: Program) -> int:
     return 4 if master else stored.dtype.itemsize
 
 
-def _homes(stored: Sequence[Stored], main: Sequence[Segment], leaving: Sequence[str]) -> dict[str, int]:
-    """{stored value: index of the one block that reads it, else -1}. What nobody reads is left out."""
+def _homes(stored: Sequence[Stored], main: Sequence[Segment], leaving: Sequence[str], apart: bool = False) -> dict[str, int]:
+    """{stored value: index of the one block (``apart``: or other segment) that reads it, else -1}. What nobody reads is left
+    out."""
     found: dict[str, int] = {}
     names = {s.value for s in stored}
     for index, segment in enumerate(main):
         for name in (*(param.value for param in segment.graph.params), *segment.graph.inputs):
             if name in names:
-                own = name not in found and bool(segment.path) and name not in segment.graph.inputs
+                own = name not in found and (apart or bool(segment.path)) and name not in segment.graph.inputs
                 found[name] = index if own else -1
     found.update((name, -1) for name in leaving if name in found)
     return found

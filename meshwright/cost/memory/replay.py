@@ -59,6 +59,7 @@ class Heap:
         self.arena = None if room is None else Arena(sum(standing.values()) - late, room)
         self.blocks: dict[int, Stretch] = {}
         self.total = sum(standing.values())
+        self.buffer: Storage | None = None
         self.peak, self.at_peak = self.total, dict(standing)
 
     def new(self, bytes_: float, kind: str) -> Storage:
@@ -109,6 +110,7 @@ class Heap:
         for block in self.blocks.values():
             self.arena.give(block)
         self.blocks.clear()
+        self.buffer = None
 
     def become(self, storage: Storage, kind: str) -> None:
         """The same memory, from now on for something else."""
@@ -120,6 +122,13 @@ class Heap:
         """Memory taken and given back at once."""
         if bytes_:
             self.drop(self.new(bytes_, WORK))
+
+    def keep(self, bytes_: float) -> None:
+        """One buffer that stays, as large as the most that it was asked for."""
+        if self.buffer is None or self.buffer.bytes < bytes_:
+            if self.buffer is not None:
+                self.drop(self.buffer)
+            self.buffer = self.new(bytes_, WORK)
 
     def _mark(self) -> None:
         if self.total > self.peak:
@@ -191,14 +200,6 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
     base = storages(graph, operators)
     held = set(held)
     weights = frozenset(name for name, root in base.items() if root in held)
-    last: dict[str, int] = {}
-    for index, op in enumerate(graph.ops):
-        last.update((base[name], index) for name in (*op.inputs, *op.outputs))
-    leaving = {base[name] for name in graph.outputs}
-    going: dict[int, list[str]] = {}
-    for root, index in last.items():
-        if root not in leaving and root not in weights:
-            going.setdefault(index, []).append(root)
     work = [Work.of(op, graph) for op in graph.ops]
     kept = tuple(_kept(op, one, graph, operators, weights) for op, one in zip(graph.ops, work, strict=True))
     results_kept = {
@@ -210,9 +211,22 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
         for op, one in zip(graph.ops, work, strict=True)
     )
     gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
-    last_reads = {index: tuple(roots) for index, roots in going.items()}
     kernels = tuple(_kernels(op, found, operators) for op, found in zip(graph.ops, gradients, strict=True))
-    return Script(graph, base, kept, last_reads, weights, results_kept, gradients, spaces, kernels)
+    last = _last_reads(graph, base, weights)
+    return Script(graph, base, kept, last, weights, results_kept, gradients, spaces, kernels)
+
+
+def _last_reads(graph: Graph, base: Mapping[str, str], weights: Collection[str]) -> dict[int, tuple[str, ...]]:
+    """{operator: the storages that nobody in the segment reads after it}."""
+    last: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        last.update((base[name], index) for name in (*op.inputs, *op.outputs))
+    leaving = {base[name] for name in graph.outputs}
+    going: dict[int, list[str]] = {}
+    for root, index in last.items():
+        if root not in leaving and root not in weights:
+            going.setdefault(index, []).append(root)
+    return {index: tuple(roots) for index, roots in going.items()}
 
 
 def with_plain_loss(script: Script, operators: Operators) -> Script:
@@ -253,6 +267,52 @@ def with_plain_collectives(script: Script, operators: Operators) -> Script:
             pieces[index] = (*[float(sent.bytes_)] * (round(made.bytes_ / sent.bytes_) - 1), float(made.bytes_))
         spaces[index] = 0.0, 0.0
     return replace(script, exchanges=exchanges, spaces=tuple(spaces), pieces=pieces)
+
+
+def with_sequence_first(script: Script, operators: Operators) -> tuple[Script, float]:
+    """The same segment where the sequence is the first dim, along which data lies as it is sent and received, and what linears
+    gather along it lies in a buffer that stays; and the bytes that this buffer needs for it."""
+    spaces, buffer = list(script.spaces), 0.0
+    for index, op in enumerate(script.graph.ops):
+        operator = operators[op.target]
+        if operator.exchanges and operator.kind == "matmul":
+            whole = script.spaces[index][0] / 2
+            spaces[index], buffer = (0.0, whole), max(buffer, whole)
+        elif operator.exchanges and operator.kind == "copy" and script.graph.values[op.inputs[0]].shape[2:]:
+            spaces[index] = 0.0, 0.0
+    return replace(script, spaces=tuple(spaces)), buffer
+
+
+def with_narrow_loss(script: Script, operators: Operators) -> Script:
+    """The same segment under a cross entropy that does not widen the logits that the model makes, and works in their place: its
+    softmax lies where they lay. While its backward runs, a copy of that lies beside the gradient."""
+    values, makers, base = script.graph.values, script.graph.producers, dict(script.base)
+    gradients, spaces = list(script.gradients), list(script.spaces)
+    for index, op in enumerate(script.graph.ops):
+        wide = base[op.inputs[0]] if _loses(op, operators) else ""
+        cast = makers.get(wide)
+        if cast is None or operators[script.graph.ops[cast].target].kind != "linear":
+            continue
+        read = script.graph.ops[cast].inputs[0]
+        part = values[read].dtype.itemsize / values[wide].dtype.itemsize
+        base = {name: base[read] if root == wide else root for name, root in base.items()}
+        gradients[index] = tuple((name, part * bytes_, same) for name, bytes_, same in gradients[index])
+        gradients[cast] = tuple((name, bytes_, True) for name, bytes_, _ in gradients[cast])
+        spaces[index] = 0.0, part * values[wide].bytes_
+    last = _last_reads(script.graph, base, script.weights)
+    return replace(script, base=base, last=last, gradients=tuple(gradients), spaces=tuple(spaces))
+
+
+def with_fused_activations(script: Script, operators: Operators) -> Script:
+    """The same segment where pointwise operators that feed each other are one kernel each way, which keeps what it reads and
+    makes again what it needs in between (Megatron-LM's SwiGLU)."""
+    pointwise = [operators[op.target].kind == "pointwise" for op in script.graph.ops]
+    known = {name for names, _ in script.kept for name in names}
+    between = {name for op, fuses in zip(script.graph.ops, pointwise, strict=True) if fuses for name in op.outputs
+               if known.issuperset(read for read in op.inputs if script.graph.values[read].differentiable)}
+    kept = tuple((tuple(name for name in names if not (fuses and name in between)), extra)
+                 for (names, extra), fuses in zip(script.kept, pointwise, strict=True))
+    return replace(script, kept=kept)
 
 
 def with_packed_attention(script: Script, operators: Operators) -> Script:
