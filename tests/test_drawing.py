@@ -157,6 +157,44 @@ def test_dropout_inside_attention_and_recurrent_layers(pool: Callable[[int], Any
     assert len({loss for loss, _, _ in first[:3]}) == 1, "recomputation changes no number"
 
 
+class _Branches(nn.Module):
+    """Two products whose weights tensor ranks split along what they contract; what is dropped of both is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.a, self.b = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.up(x).relu()
+        return {"loss": (x + (F.dropout(self.a(h), 0.5) + F.dropout(self.b(h), 0.5))).tanh().square().mean()}
+
+
+def _dropped(rank: int, all_pins: list[dict[str, Any]]) -> list[tuple[bool, float, dict[str, torch.Tensor]]]:
+    """Whether pending sums pass dropouts, the loss, and gradients."""
+    found, x = [], torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
+    for pins in all_pins:
+        torch.manual_seed(5)
+        parallel = autoparallel(_Branches(), init_device_mesh("cpu", (2,)), ((), {"x": x}), pins=pins, progress=False)
+        ways = [parallel.plan.assignments.get(op.name) for op in parallel.plan.graph.ops if op.target.startswith("aten.dropout")]
+        loss = parallel(x=x)["loss"]
+        loss.backward()
+        grads = {name: p.grad.full_tensor() for name, p in parallel.named_parameters()}
+        found.append((ways == [{"tp": "+0"}] * 2, float(loss), grads))
+    return found
+
+
+def test_dropout_of_a_pending_sum_is_that_of_the_sum(pool: Callable[[int], Any]) -> None:
+    """Every rank drops the same of its term."""
+    tensors = {"up.weight": "[_@tp, _]", "a.weight": "[_, _@tp]", "b.weight": "[_, _@tp]"}
+    pins: dict[str, Any] = {"dp": 1, "tp": 2, "sequence_parallel": False, "tensors": tensors}
+    whole = {**pins, "operators": {"*:dropout*": "", "*:add*": ""}}
+    for (passes, loss, grads), (passed, wanted, others) in pool(2).run(_dropped, [pins, whole]):
+        assert passes and not passed
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, others[name], msg=name)
+
+
 class _Asking(nn.Module):
     def __init__(self, ask: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ MASKED = Saves.parse("", extra=_mask)
 made = partial(declare, cost="factory", saves="")
 
 RULES: Mapping[str, Declaration] = {
-    "aten.dropout.default": declare("... -> ...", _dropout, cost="pointwise", saves=MASKED),
+    "aten.dropout.default": declare("... -> ... ; +0", _dropout, cost="pointwise", saves=MASKED),
     "mw.dropout": declare(None, cost=Cost("pointwise", space=_drawn), saves=MASKED),
     "aten.native_dropout.default": declare("... -> ..., ...", cost="pointwise", saves="r1"),
     "aten.rrelu_with_noise_functional.default": declare("..., ... -> ..., ..."),
