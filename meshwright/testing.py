@@ -168,7 +168,7 @@ def _gradients(results: Any, outgoing: Any, operands: Any) -> tuple[torch.Tensor
 
 def assignments(rule: OpRule, mesh: Mesh, even: bool = True) -> Iterator[dict[str, str]]:
     """Every legal assignment that uses every axis of the mesh."""
-    choices = [*rule.splittable, *(f"+{k}" for k in range(len(rule.linear)))]
+    choices = [*rule.splittable, *rule.grouped, *(f"+{k}" for k in range(len(rule.linear)))]
     for chosen in itertools.product(choices, repeat=len(mesh.axes)):
         assignment = dict(zip(mesh.axes, chosen, strict=True))
         if rule.legal(assignment, mesh, even):

@@ -164,6 +164,21 @@ def test_slight_weights_may_lie_whole() -> None:
     assert whole == [(2, 16)]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_more_tensor_ranks_than_key_heads_split_the_query_heads(sequence: bool) -> None:
+    """Two key heads on eight ranks: each has both, and attends with the queries of two heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
+                         num_key_value_heads=2, vocab_size=4096, max_position_embeddings=1024, use_cache=False)
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(8, 1024, dtype=torch.int64)
+    pins = {"tp": 8, "sequence_parallel": sequence}
+    found = plan(model, "h100:1x8", ((), {"input_ids": ids, "labels": ids}), precision="bf16", pins=pins)
+    attends = [op.name for op in found.graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+    assert [found.assignments[name] for name in attends] == [{"tp": "shared"}] * 2
+
+
 def test_a_sequence_that_tp_does_not_divide() -> None:
     graph = graph_of(Stack(2, 16), 4, 1, 16)
     op = graph.ops[graph.producers[handed_on(graph)[0]]]

@@ -42,6 +42,10 @@ def test_eval_turns_randomness_and_batch_statistics_off() -> None:
     mw_sdpa = graph_of("mw.sdpa", *call, inputs=("x", "seed"), draw=(Ref("seed"), 1, False))
     torch.testing.assert_close(run(mw_sdpa, False, q, seed)[0], plain)
     assert not torch.allclose(run(mw_sdpa, True, q, seed)[0], plain)
+    second = torch.nn.functional.scaled_dot_product_attention(q, q[:, 1:], q[:, 1:], enable_gqa=True)
+    grouped = graph_of("mw.grouped_sdpa", *call[:-1], True, 1, inputs=("x", "seed"), draw=(Ref("seed"), 1, False))
+    torch.testing.assert_close(run(grouped, False, q, seed)[0], second)
+    assert not torch.allclose(run(grouped, True, q, seed)[0], second)
     for aten_sdpa in (
         graph_of("aten.scaled_dot_product_attention.default", Ref("x"), Ref("x"), Ref("x"), None, 0.5),
         graph_of("aten.scaled_dot_product_attention.default", Ref("x"), Ref("x"), Ref("x"), dropout_p=0.5),

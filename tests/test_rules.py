@@ -131,7 +131,7 @@ EXPECTED = {
     "aten.conv2d.default": "n i . ., o i . . -> n o . .",
     "aten.max_pool2d.default": "b0 b1 . . -> b0 b1 . .",
     "aten.arange.default": "-> dim0",
-    "aten.dropout.default": "dim0 dim1 -> dim0 dim1",
+    "aten.dropout.default": "dim0 dim1 -> dim0 dim1 ; +0",
     "mw.cross_entropy": "b0 b1 v, b0 b1 -> (), ()",
     "mw.linear_cross_entropy": "b0 b1 k!, v k!, b0 b1 -> (), ()",
     "mw.batch_norm": "n c ., c, c, c, c -> n c ., c, c",
@@ -404,6 +404,20 @@ def test_ten_thousand_operators_of_repeated_layers_are_bound_once_each() -> None
 
 
 # checking a rule of one's own
+
+
+def test_more_ranks_than_key_heads_share_them() -> None:
+    """Queries by heads, of which each rank's read one key head of those that it has whole."""
+    def n(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    q, k, v, grouped = n(2, 8, 3, 4), n(2, 2, 3, 4), n(2, 2, 3, 6), {"enable_gqa": True}
+    target = "aten.scaled_dot_product_attention.default"
+    others = (), (n(3, 3),), (n(2, 1, 3, 3),), (n(8, 3, 3),), (None, 0.0, True)
+    rule = rule_of(target, q, k, v, enable_gqa=True)
+    assert [count for count in range(2, 9) if rule.legal({"x": "shared"}, Mesh.of(x=count))] == [4, 8]
+    for more in others:
+        check_rule(target, Sample((q, k, v, *more), grouped), most=4)
 
 
 def test_check_rule_finds_what_is_wrong_and_names_the_factor() -> None:

@@ -110,7 +110,7 @@ class SequenceAlgorithm:
     the one before. ``uneven``: the last of c ranks has (2c - 1) / c times the mean work. ``fetching``: operands of which a rank
     needs ``reach`` rows beyond every chunk of its own, which it fetches from those that have them. ``dealt``: operands of
     ``heads`` heads, of which every rank gets the one that it works with, whole; the number of ranks is a multiple of theirs.
-    Pieces are then one chunk each.
+    Pieces are then one chunk each. ``shared``: operands of ``heads`` heads that every rank has whole, and works with one of.
     """
 
     operands: tuple[int | None, ...]
@@ -122,6 +122,7 @@ class SequenceAlgorithm:
     reach: int = 0
     dealt: tuple[int, ...] = ()
     heads: int = 1
+    shared: tuple[int, ...] = ()
 
     def dim(self, position: int, is_result: bool) -> int | None:
         """The dim of an operand or a result that is split."""
@@ -137,6 +138,8 @@ class SequenceAlgorithm:
             found[position] = (*shapes[position][:dim], whole[position][dim], *shapes[position][dim + 1 :])
         for position in self.dealt:
             found[position] = (*shapes[position][:-3], 1, whole[position][-2], shapes[position][-1])
+        for position in self.shared:
+            found[position] = (*shapes[position][:-3], 1, *shapes[position][-2:])
         return found
 
     def fetched(self, shapes: Sequence[tuple[int, ...]], ranks: int, mirrored: bool) -> float:
@@ -171,6 +174,7 @@ class OpRule:
     without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
     ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
     ``dim``: a rank's piece of that dim is its piece of every part. ``algorithms``: algorithms for splits that are no factor's.
+    ``grouped``: such that no axis of a sequence takes.
     ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
     factors whose local call depends on where its piece lies, which must be in one. ``together``: "t&e" and the like, the
     factors that one axis may split together; their keys in ``internal`` say what that moves. ``added``: operand positions that
@@ -189,6 +193,7 @@ class OpRule:
     even: frozenset[Factor] = frozenset()
     fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     algorithms: Mapping[str, SequenceAlgorithm] = field(default_factory=dict)
+    grouped: Mapping[str, SequenceAlgorithm] = field(default_factory=dict)
     inner: frozenset[Factor] = frozenset()
     located: frozenset[Factor] = frozenset()
     together: tuple[str, ...] = ()
@@ -196,9 +201,15 @@ class OpRule:
     alike: tuple[tuple[tuple[int, int], ...], ...] = ()
     _placed: dict[Any, Placed] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    def algorithm(self, factor: Factor) -> SequenceAlgorithm | None:
+        """The algorithm of this name; None if that is a factor's."""
+        return self.algorithms.get(factor) or self.grouped.get(factor)
+
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
         """Whether an axis splits a factor, or what an algorithm splits, in two chunks a rank."""
         if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1 or TOGETHER in factor:
+            return False
+        if factor in self.grouped:
             return False
         if any(factor in factors_of(both)[1:] for both in self.together):
             return False  # experts lie in one piece, whatever their tokens do
@@ -209,8 +220,8 @@ class OpRule:
 
     def dim(self, factor: Factor, position: int, is_result: bool) -> int | None:
         """The dim of an operand or a result that a factor, several together or an algorithm splits, None if none."""
-        if factor in self.algorithms:
-            return self.algorithms[factor].dim(position, is_result)
+        if (algorithm := self.algorithm(factor)) is not None:
+            return algorithm.dim(position, is_result)
         dims = (self.results if is_result else self.operands)[position]
         return next((dims.index(one) for one in factors_of(factor) if one in dims), None)
 
@@ -236,7 +247,7 @@ class OpRule:
                 continue
             if factor == VARYING:
                 continue
-            if factor in self.algorithms:
+            if self.algorithm(factor) is not None:
                 if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
                     return False
                 continue
@@ -267,14 +278,18 @@ class OpRule:
 
     def _way_is_legal(self, name: str, assignment: Assignment, ranks: int, even: bool) -> bool:
         """Whether an algorithm has a piece for each of its ranks, and nothing else splits what it splits."""
-        algorithm = self.algorithms[name]
-        others = [factor for factor in assignment.values() if factor in self.algorithms or factor in self.sizes]
+        algorithm = self.algorithm(name)
+        assert algorithm is not None
+        others = [factor for factor in assignment.values() if self.algorithm(factor) is not None or factor in self.sizes]
         others.remove(name)
+        if name in self.grouped and any(self.algorithm(factor) is not None for factor in others):
+            return False
         for factor in others:
             dims = [(algorithm.dim(i, False), self.dim(factor, i, False)) for i in range(len(self.operands))]
             if any(mine is not None and mine == theirs for mine, theirs in dims):
                 return False
-        if algorithm.dealt and (ranks <= algorithm.heads or ranks % algorithm.heads or algorithm.lengths[0] % ranks):
+        several = algorithm.dealt or algorithm.shared
+        if several and (ranks <= algorithm.heads or ranks % algorithm.heads or algorithm.lengths[0] % ranks):
             return False
         fits = (n % ranks == 0 or (not even and n > (ranks - 1) * ceil_div(n, ranks)) for n in algorithm.lengths)
         return ranks == 1 or all(fits)
@@ -419,7 +434,7 @@ def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Seq
                 if rule.mirrors(dims[dim] or factor if TOGETHER in factor else factor, axis, mesh):
                     mirrored.add(axis)
             elif is_result:
-                if neighbourhood(factor)[0] not in rule.internal and factor not in rule.algorithms:
+                if neighbourhood(factor)[0] not in rule.internal and rule.algorithm(factor) is None:
                     partial.add(axis)
             elif rule.adds(position, factor):
                 partial.add(axis)

@@ -107,9 +107,10 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     split = {rule.operands[i][kind]: i for i, kind in enumerate(kinds) if isinstance(kind, int)}
     pending = frozenset(i for i, kind in enumerate(kinds) if kind == "+")
     wanted: list[int | None] = [None] * len(kinds)
-    algorithm = next((name for name, one in rule.algorithms.items() if _is_algorithm(one, kinds)), None)
+    ways = {**rule.algorithms, **rule.grouped}
+    algorithm = next((name for name, one in ways.items() if _is_algorithm(one, kinds)), None)
     if algorithm is not None and axis != TIME:
-        wanted = list(rule.algorithms[algorithm].operands)
+        wanted = list(ways[algorithm].operands)
         what = algorithm
     elif split:
         factor, first = next(iter(split.items()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -161,4 +161,14 @@ def sdpa(
 ) -> Tensor:
     """``scaled_dot_product_attention`` with dropout."""
     with lent(q.device, draw):
+        return attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def grouped_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, head: int, *, draw: Draw | None = None,
+) -> Tensor:
+    """The same of queries that share one ``head`` of the keys and values, and without dropout."""
+    k, v = (x.narrow(-3, head, 1) for x in (k, v))
+    with lent(q.device, draw) if draw is not None else nullcontext():
         return attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)

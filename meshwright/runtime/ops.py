@@ -41,7 +41,7 @@ from meshwright.runtime.communication import (
     unvary,
     vary,
 )
-from meshwright.runtime.draws import dropout, sdpa
+from meshwright.runtime.draws import dropout, grouped_sdpa, sdpa
 from meshwright.runtime.pieces.loss import cross_entropy, linear_cross_entropy
 from meshwright.runtime.pieces.mlp import mlp
 
@@ -144,7 +144,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         for function in (
             identity, slice, vary, unvary, term, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, mirror,
             gather_linear, embedding, cross_entropy, linear_cross_entropy, valid_count, fused_linear, mean, batch_norm, dropout,
-            sdpa, attend, ring, dealt, window, mlp,
+            sdpa, grouped_sdpa, attend, ring, dealt, window, mlp,
         )
     }
     | {"aten.scaled_dot_product_attention.default": attention}

@@ -568,7 +568,7 @@ def priced(
 ) -> tuple[float, float, float, float, float, float]:
     """Seconds of a call under an assignment: forward, backward, of the host, and of what it sends inside. ``work``: on local
     shapes; ``read``: shapes of the operands before they are split."""
-    algorithm = next((rule.algorithms[name] for name in assignment.values() if name in rule.algorithms), None)
+    algorithm = next((one for name in assignment.values() if (one := rule.algorithm(name)) is not None), None)
     counted = work if algorithm is None else Work.of(op, graph, algorithm.work(work.operands, read), list(work.results))
     forward, backward, *host = costs.op(op.target, operator, counted, fused)
     ahead, back = costs.measured(op.name, assignment)

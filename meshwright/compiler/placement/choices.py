@@ -137,7 +137,7 @@ def _depends_on_sizes(op: Op, rule: OpRule, scope: Scope) -> bool:
     pins = scope.pins
     pinned = pins.tensors or pins.sequence_parallel is not None or pins.zero or pins.says("attention")
     routed = rule.together or op.name in scope.structure.stacked.products
-    return bool(pinned or routed or scope.fixed != NOTHING_FIXED or rule.algorithms or rule.located)
+    return bool(pinned or routed or scope.fixed != NOTHING_FIXED or rule.algorithms or rule.grouped or rule.located)
 
 
 def _allowed(op: Op, rule: OpRule, scope: Scope) -> list[list[str | None]]:
@@ -166,6 +166,7 @@ def _allowed(op: Op, rule: OpRule, scope: Scope) -> list[list[str | None]]:
         of_tokens = kinds["batch"] if role in (EXPERT, TENSOR) else set[str]()
         of_tokens = of_tokens | (kinds["sequence"] if role == TENSOR or (role == SEQUENCE and role in routed) else set())
         allowed += [both for both in rule.together if factors_of(both)[0] in of_tokens]
+        allowed += rule.grouped if role not in SAMPLED and role != SEQUENCE else ()
         if op.name in scope.structure.meeting and role not in SAMPLED and role != SEQUENCE:
             allowed.append(scope.structure.meeting[op.name])
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
@@ -198,7 +199,7 @@ def _choices(
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable) and not _is_held(op, scope):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
         passed = {scope.structure.meeting.get(op.name, "")}
-        found = _forced(found, {*rule.splittable, *passed} - kinds["batch"], scope, TENSOR)
+        found = _forced(found, {*rule.splittable, *rule.grouped, *passed} - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _held(op, found, scope)
@@ -385,7 +386,7 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        for one in () if factor in rule.algorithms else factors_of(factor):
+        for one in () if rule.algorithm(factor) is not None else factors_of(factor):
             split.setdefault(one, []).append(axis)
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()

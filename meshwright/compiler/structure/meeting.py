@@ -5,9 +5,9 @@
 
 A product whose contracted dim is split leaves a pending sum. An operator that needs its values needs it whole, but one that is
 linear in it passes it on: two such sums added are one, and one collective makes it whole where each would have had its own
-(Black et al. 2022, GPT-NeoX-20B, section 2.1). On the way there are views, casts and products with what is whole. A sum that
-anything else reads too is whole there anyway, and nothing is won. What is added and is no such sum (a stream of residuals)
-stays whole: a term of it on one rank would be rounded with every other rank's.
+(Black et al. 2022, GPT-NeoX-20B, section 2.1). On the way there are views, casts, dropouts (every rank drops the same of its
+term) and products with what is whole. A sum that anything else reads too is whole there anyway, and nothing is won. What is
+added and is no such sum (a stream of residuals) stays whole: a term of it on one rank would be rounded with every other rank's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Of attention batch dims and heads pass. Query ``[*b, h, s, d]``, key ``[*b, g, t, d]``, value ``[*b, g, t, e]``, mask
 broadcasting to ``[*b, h, s, t]``. With grouped queries (``enable_gqa``) consecutive query heads share a key head, so heads are
-split in units of key heads. The head dim is whole, and so is the sequence, which only these algorithms split:
+split in units of key heads; over more ranks than there are of these each works with one (``SHARED``), and has all. The head dim
+is whole, and so is the sequence, which only these algorithms split:
 
     all-gather   queries, rows of the mask and results are split, keys and values are read whole
     ring         the same, and keys and values are split as well and pass by
@@ -31,6 +32,8 @@ from meshwright.ir.sharding import ceil_div
 
 Block = tuple[int, int, int, int, int, bool]
 """(q0, q1, k0, k1, m0, causal): see ``runtime.attention.forms``."""
+SHARED = "shared"
+"""The choice in which ranks split the query heads, each of them some that share a key head."""
 WIDE = 4
 """Bytes of an element in fp32, in which outputs are merged and gradients summed."""
 Range = tuple[int, int, int]
@@ -52,7 +55,7 @@ def _attention(call: Call) -> OpRule:
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
     rule = call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
-                     algorithms=_algorithms(call), inner=["h"] if leading else [])
+                     algorithms=_algorithms(call), grouped=_grouped(call) if shared else {}, inner=["h"] if leading else [])
     return replace(rule, alike=(_keys(call),))
 
 
@@ -63,6 +66,18 @@ def _keys(call: Call) -> tuple[tuple[int, int], ...]:
     if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
         found.append((mask.position, mask.ndim - 1))
     return tuple(found)
+
+
+def _grouped(call: Call) -> dict[str, SequenceAlgorithm]:
+    """How more ranks than there are key heads split the query heads: keys and values are whole."""
+    query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+    if key.ndim < 3 or value.ndim < 3 or key.shape[-3] != value.shape[-3]:
+        return {}
+    heads: list[int | None] = [query.ndim - 3, None, None]
+    if mask is not None:
+        heads.append(mask.ndim - 3 if mask.ndim > 2 and mask.shape[-3] == query.shape[-3] else None)
+    return {SHARED: SequenceAlgorithm(tuple(heads), (query.ndim - 3,), (query.shape[-3],), heads=key.shape[-3],
+                                      shared=(key.position, value.position))}
 
 
 def _algorithms(call: Call) -> dict[str, SequenceAlgorithm]:
@@ -97,8 +112,12 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     arguments = tuple(argument(op, name) for name in names)
     *tensors, dropout, causal, scale, _ = arguments
-    gathered, passing, dealt = (local.axes_of(name) for name in (GATHER, RING, ULYSSES))
+    gathered, passing, dealt, shared = (local.axes_of(name) for name in (GATHER, RING, ULYSSES, SHARED))
     last = len(local.operand_shapes[0]) - 2
+    if shared:
+        queries, keys = (local.operand_shapes[at][-3] for at in (0, 1))
+        first = local.operand_chunks(0, last - 1)[0][0] // (queries // keys)
+        return "mw.grouped_sdpa", (*arguments, first), ()
     if passing:
         return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
     if dealt:
@@ -300,7 +319,7 @@ in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", extra=_rows))
 
 RULES: Mapping[str, Declaration] = {
     "aten.scaled_dot_product_attention.default": attention(_attention, _local_attention),
-    "mw.sdpa": attention(None),
+    "mw.sdpa": attention(None), "mw.grouped_sdpa": attention(None),
     "mw.attend": in_blocks(cost=Cost("attention", space=_attending)),
     "mw.ring": in_blocks(cost=Cost("attention", space=_passing)),
     "mw.dealt": declare(None, cost=Cost("attention", space=_dealing), saves=Saves.parse("0 3 r0", extra=_dealt)),
