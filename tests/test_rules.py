@@ -418,6 +418,8 @@ def test_more_ranks_than_key_heads_share_them() -> None:
     assert [count for count in range(2, 9) if rule.legal({"x": "shared"}, Mesh.of(x=count))] == [4, 8]
     for more in others:
         check_rule(target, Sample((q, k, v, *more), grouped), most=4)
+    assert rule_of("mw.window", q, k, k, None, 1, 0, 3).legal({"x": "shared"}, Mesh.of(x=4))
+    check_rule("mw.window", Sample((q, k, k, None, 1, 0, 3)), most=4)
 
 
 def test_check_rule_finds_what_is_wrong_and_names_the_factor() -> None:

@@ -147,9 +147,13 @@ class _Window(Function):
 def window(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, before: int, after: int, keys: int,
     bands: Sequence[Band] | None = None, sent: Sent = (), received: Sequence[int] = (), *, axis: Group | None = None,
+    head: int | None = None,
 ) -> Tensor:
     """Attention in which row i sees keys i - before .. i + after of ``keys`` in all. With ``axis`` the sequence is split
-    over it: ``sent`` and ``received`` rows go to and come from every rank of it."""
+    over it: ``sent`` and ``received`` rows go to and come from every rank of it. ``head``: of the keys and values, which all
+    of these queries share; None if there are as many as they ask for."""
+    if head is not None:
+        k, v = k.narrow(-3, head, 1), v.narrow(-3, head, 1)
     how = Setting(q.shape[-1] ** -0.5 if scale is None else scale)
     rows: tuple[Band, ...] = ((0, q.shape[-2], 0, keys, 0),) if bands is None else tuple(tuple(band) for band in bands)  # type: ignore[misc]
     out: Tensor = _Window.apply(q, k, v, how, rows, (before, after), _Halo(sent, received, axis))

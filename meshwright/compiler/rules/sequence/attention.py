@@ -55,7 +55,7 @@ def _attention(call: Call) -> OpRule:
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
     rule = call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
-                     algorithms=_algorithms(call), grouped=_grouped(call) if shared else {}, inner=["h"] if leading else [])
+                     algorithms=_algorithms(call), grouped=grouped(call) if shared else {}, inner=["h"] if leading else [])
     return replace(rule, alike=(_keys(call),))
 
 
@@ -68,9 +68,11 @@ def _keys(call: Call) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _grouped(call: Call) -> dict[str, SequenceAlgorithm]:
-    """How more ranks than there are key heads split the query heads: keys and values are whole."""
-    query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+def grouped(call: Call, masked: bool = True) -> dict[str, SequenceAlgorithm]:
+    """How more ranks than there are key heads split the query heads: keys and values are whole. ``masked``: the call may have
+    a mask."""
+    query, key, value = (call[name] for name in ("query", "key", "value"))
+    mask = call["attn_mask"] if masked else None
     if key.ndim < 3 or value.ndim < 3 or key.shape[-3] != value.shape[-3]:
         return {}
     heads: list[int | None] = [query.ndim - 3, None, None]
@@ -115,9 +117,7 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     gathered, passing, dealt, shared = (local.axes_of(name) for name in (GATHER, RING, ULYSSES, SHARED))
     last = len(local.operand_shapes[0]) - 2
     if shared:
-        queries, keys = (local.operand_shapes[at][-3] for at in (0, 1))
-        first = local.operand_chunks(0, last - 1)[0][0] // (queries // keys)
-        return "mw.grouped_sdpa", (*arguments, first), ()
+        return "mw.grouped_sdpa", (*arguments, key_head(local)), ()
     if passing:
         return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
     if dealt:
@@ -131,6 +131,12 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     if not dropout:
         return op.target, op.args, op.kwargs
     return "mw.sdpa", arguments, ()
+
+
+def key_head(local: Local) -> int:
+    """The key head that this rank's queries share, where ``SHARED`` splits them."""
+    queries, keys = (local.operand_shapes[at][-3] for at in (0, 1))
+    return local.operand_chunks(0, len(local.operand_shapes[0]) - 3)[0][0] // (queries // keys)
 
 
 def _gathered(local: Local, dim: int) -> tuple[Block, ...]:

@@ -1,7 +1,8 @@
 """Attention within a window, ``mw.window``: query [b, h, s, d], key and value [b, g, s, d], row i sees i - before .. i + after.
 
-Samples and heads pass as in any attention. The sequence is split one way: a rank fetches what its rows reach beyond its piece
-(a halo) from the ranks that have it, whether that is less than a piece or several, and pieces may be two chunks each.
+Samples and heads pass as in any attention, and more ranks than there are key heads share these. The sequence is split one way:
+a rank fetches what its rows reach beyond its piece (a halo) from the ranks that have it, whether that is less than a piece or
+several, and pieces may be two chunks each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten
+from meshwright.compiler.rules.sequence.attention import SHARED, grouped, key_head
 from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import WINDOW
@@ -31,12 +33,15 @@ def _window(call: Call) -> OpRule:
     reach = call["before"] + call["after"]
     algorithms = {WINDOW: SequenceAlgorithm((2, 2, 2), (2,), (rows, rows), fetching=(1, 2), reach=reach)}
     units = units if shared != heads else {}
-    return call.rule([full, narrow, narrow], [full], units=units, algorithms=algorithms if rows > 1 else {}, inner=["h"])
+    return call.rule([full, narrow, narrow], [full], units=units, algorithms=algorithms if rows > 1 else {}, inner=["h"],
+                     grouped=grouped(call, masked=False) if units else {})
 
 
 def _local_window(op: Op, local: Local) -> Rewritten:
     """A piece of the rows looks at its own keys and at those that it fetches."""
     axes = local.axes_of(WINDOW)
+    if local.axes_of(SHARED):
+        return op.target, op.args, (*op.kwargs, ("head", key_head(local)))
     if not axes:
         return op.target, op.args, op.kwargs
     before, after, length = op.args[4:7]
