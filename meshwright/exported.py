@@ -37,6 +37,7 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.reading.fields import Field, check_form, load_json
+from meshwright.ir.rule import SHARED
 from meshwright.ir.serialize import digest, in_lines, program_to_dict
 from meshwright.ir.signature import classes_by_name
 from meshwright.ir.writing.plans import plan_text
@@ -180,12 +181,13 @@ def _representatives(plan: Plan) -> list[int]:
     if mesh.world <= FEW:
         return list(range(mesh.world))
     sizes = {size for value in plan.graph.values.values() for size in value.shape}
+    sharing = {axis for assignment in plan.assignments.values() for axis, factor in assignment.items() if factor == SHARED}
     wanted = {}
     for axis in mesh.axes:
         count = mesh.size(axis)
         parts = {-(-size // other) for size in sizes for other in {1, *(mesh.size(a) for a in mesh.axes if a != axis)}}
         ends = {part // -(-part // count) for part in parts if part % count}
-        every = count <= FEW_ALONG or role_of(axis) == SEQUENCE  # blocks of attention differ from place to place
+        every = count <= FEW_ALONG or role_of(axis) == SEQUENCE or axis in sharing  # attention differs from place to place
         some = range(count) if every else {0, count - 1, *ends, *(end + 1 for end in ends)}
         wanted[axis] = {0} if axis == PP else set(some)
     return [rank for rank in range(mesh.world) if all(at in wanted[axis] for axis, at in mesh.coordinates(rank).items())]

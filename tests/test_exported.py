@@ -368,3 +368,19 @@ def alone(rank: int, folder: str) -> None:
 
 def test_outputs_come_back_by_name_or_as_given_classes(pool: Callable, tmp_path: Path) -> None:
     pool(1).run(alone, str(tmp_path))
+
+
+def test_ranks_that_work_with_other_key_heads_have_programs_of_their_own() -> None:
+    """Of 32 tensor ranks every one is lowered, where no processes run: two key heads are shared by sixteen each."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from meshwright import exported
+
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=32,
+                         num_key_value_heads=2, vocab_size=256, max_position_embeddings=64, use_cache=False)
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(4, 64, dtype=torch.int64)
+    pins: dict[str, Any] = {"dp": 4, "tp": 32, "operators": {"*:scaled_dot_product_attention": "dp=b0, tp=shared"}}
+    plan = mw.plan(model, "h100:16x8", ((), {"input_ids": ids, "labels": ids}), pins=pins)
+    lowered = exported._representatives(plan)
+    assert {plan.mesh.coordinates(rank)["tp"] for rank in lowered} == set(range(32))

@@ -48,6 +48,8 @@ TOGETHER = "&"
 """Between factors that one axis splits together."""
 NEAR = ":"
 """Before the number of neighbouring ranks to which what moves between these factors is sent once."""
+SHARED = "shared"
+"""The choice in which ranks split query heads, each of them some that share a key head."""
 REMEMBERED = 64
 """Placements that a rule remembers."""
 

@@ -27,13 +27,11 @@ from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, b
 from meshwright.ir.declared.operator import SCORE_ROWS, Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import GATHER, RING, ULYSSES
-from meshwright.ir.rule import Factor, Local, OpRule, SequenceAlgorithm
+from meshwright.ir.rule import SHARED, Factor, Local, OpRule, SequenceAlgorithm
 from meshwright.ir.sharding import ceil_div
 
 Block = tuple[int, int, int, int, int, bool]
 """(q0, q1, k0, k1, m0, causal): see ``runtime.attention.forms``."""
-SHARED = "shared"
-"""The choice in which ranks split the query heads, each of them some that share a key head."""
 WIDE = 4
 """Bytes of an element in fp32, in which outputs are merged and gradients summed."""
 Range = tuple[int, int, int]

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten
-from meshwright.compiler.rules.sequence.attention import SHARED, grouped, key_head
+from meshwright.compiler.rules.sequence.attention import grouped, key_head
 from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import WINDOW
-from meshwright.ir.rule import Factor, Local, OpRule, SequenceAlgorithm
+from meshwright.ir.rule import SHARED, Factor, Local, OpRule, SequenceAlgorithm
 
 WIDE = 4
 """Bytes of an element in fp32, in which outputs are merged and gradients summed."""
