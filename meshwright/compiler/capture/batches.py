@@ -24,7 +24,9 @@ from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 BMM, BADDBMM, MATMUL = "aten.bmm.default", "aten.baddbmm.default", "aten.matmul.default"
 SOFTMAX = frozenset({"aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"})
 DROPOUT = "aten.dropout.default"
-FOLLOWED = frozenset({RESHAPE, PERMUTE, TRANSPOSE, DROPOUT, *SOFTMAX})
+EACH = frozenset({DROPOUT, "aten.max.other", "aten.min.other"})
+"""Operators that work on each element, beside those that are declared so."""
+FOLLOWED = frozenset({RESHAPE, PERMUTE, TRANSPOSE, *SOFTMAX, *EACH})
 Shape = tuple[int, ...]
 
 
@@ -71,7 +73,7 @@ class _Pass:
         if op.target in SOFTMAX and op.args[1] != known.dim:
             at = op.args[1] + (len(known.lead) - 1) * (op.args[1] > known.dim)
             return self._elementwise(replace(op, args=(op.args[0], at, *op.args[2:])), known, edit)
-        if op.target == DROPOUT or is_elementwise(op):
+        if op.target in EACH or is_elementwise(op):
             return self._elementwise(op, known, edit)
         return None
 

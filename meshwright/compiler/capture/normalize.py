@@ -79,7 +79,6 @@ RENAMED: Mapping[str, str] = {
     "aten.unsqueeze_copy.default": "aten.unsqueeze.default", "aten.select_copy.int": "aten.select.int",
     "aten.slice_copy.Tensor": "aten.slice.Tensor", "aten.swapaxes.default": "aten.transpose.int",
     "aten.swapdims.default": "aten.transpose.int", "aten.special_softmax.default": "aten.softmax.int",
-    "aten.max.other": "aten.maximum.default", "aten.min.other": "aten.minimum.default",
     "aten.special_log_softmax.default": "aten.log_softmax.int", "aten.special_xlogy.default": "aten.xlogy.Tensor",
 }
 SYNONYMS: Mapping[str, str] = {
