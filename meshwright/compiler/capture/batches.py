@@ -80,18 +80,18 @@ class _Pass:
     def _product(self, op: Op, edit: Edit) -> Iterable[Op] | None:
         left, right = op.args[-2:]
         lead = self._lead(left, 0, edit) or self._lead(right, 0, edit)
-        if lead is None:
+        out, scales = edit.values[op.outputs[0]], {"alpha": 1, "beta": 1, **dict(op.kwargs)}
+        if lead is None or (not scales["beta"] and edit.values[op.args[0].name].differentiable):  # whose gradient is zeros
             return None
         ops: list[Op] = []
         x, y = (self._apart(ref, 0, lead, edit, ops) for ref in (left, right))
-        out, scales = edit.values[op.outputs[0]], dict(op.kwargs)
         shape = (*lead, *out.shape[1:])
-        x = self._scaled(x, scales.get("alpha", 1), edit, ops)
+        x = self._scaled(x, scales["alpha"], edit, ops)
         product = edit.op(op, MATMUL, (x, y), shape, out.dtype)
         ops.append(product)
-        if op.target == BADDBMM and scales.get("beta", 1):
+        if op.target == BADDBMM and scales["beta"]:
             term = self._aligned(op.args[0], len(out.shape), _Merged(Ref(""), 0, lead), edit, ops)
-            term = self._scaled(term, scales.get("beta", 1), edit, ops)
+            term = self._scaled(term, scales["beta"], edit, ops)
             product = edit.op(op, "aten.add.Tensor", (term, Ref(product.outputs[0])), shape, out.dtype)
             ops.append(product)
         return self._merge(op, _Merged(Ref(product.outputs[0]), 0, lead), ops, edit)

@@ -376,7 +376,7 @@ def add_products_first(graph: Graph) -> Graph:
             if inner is None or inner.kwargs or first.name in leaving or len(readers[first.name]) > 1:
                 continue
             products = [ref for ref in inner.args if edit.made_by(ref, LINEAR)]
-            others = [ref for ref in inner.args if ref not in products]
+            others = [ref for ref in inner.args if isinstance(ref, Ref) and ref not in products]
             alike = {(edit.shape(ref), edit.dtype(ref)) for ref in (first, second, *inner.args) if isinstance(ref, Ref)}
             if len(products) == len(others) == len(alike) == 1 and edit.made_by(second, LINEAR):
                 total = edit.op(op, ADD, (*products, second), *next(iter(alike)))
