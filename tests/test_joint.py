@@ -23,6 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -747,6 +749,36 @@ def test_what_blocks_are_counted_to_hold_is_what_their_program_holds(pins: dict[
     block has gathered is there whether others recompute or not, and so is what the last one hands on while the loss runs. What
     nobody gathers is copied again with a block that recomputes."""
     plan = make_plan(llama(4, 256, 8, 1024, 512, 1024), Cluster.parse("h100:1x4"), Pins(**pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
+
+
+@pytest.mark.parametrize(("graph", "pins"), [
+    (partial(llama, 6, 1024, 32, 64), {"zero": 1, "microbatches": 4, "recompute": "none"}),
+    (partial(llama, 6, 1024, 32, 64), {"zero": 2, "microbatches": 4, "recompute": "none"}),
+    (partial(llama, 6, 1024, 32, 64, 16384), {"zero": 2, "microbatches": 4, "recompute": "none"}),
+    (partial(llama, 6, 1024, 32, 64, 16384), {"zero": 3, "microbatches": 4, "recompute": "full"}),
+    (partial(llama, 24, 512, 8, 512), {"zero": 3, "microbatches": 1, "recompute": "full"}),
+    (partial(llama, 6, 1024, 16, 64, 16384), {"zero": 0, "microbatches": 1, "recompute": "none"}),
+    (partial(llama, 6, 1024, 16, 64, 16384), {"zero": 1, "microbatches": 1, "recompute": "none"}),
+], ids=["sums", "no root to speak of", "in place of the root's", "recomputed", "pieces behind", "copies", "the root's"])
+def test_what_blocks_gather_and_reduce_is_counted_when_it_is_there(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
+    """One buffer of reductions is there at a time: the root's of the micro-batch before, until the last block's takes its
+    place. What a step reduces last is added to sums before, and comes in the place of what was gathered: with one
+    micro-batch that of each block is let go of with what it saved, while the gradients of all behind it stay."""
+    plan = make_plan(graph(), Cluster.parse("h100:1x4"), Pins(dp=4, tp=1, cp=1, **pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
+
+
+def test_a_weight_of_several_parts_that_nobody_gathers_is_copied_once() -> None:
+    """In pieces, in the compute dtype: no other copy of it lies beside that one."""
+    config = Phi3Config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=1024,
+                        num_key_value_heads=8, use_cache=False, pad_token_id=0)
+    with torch.device("meta"):
+        model, ids = Phi3ForCausalLM(config), torch.zeros((16, 64), dtype=torch.int64)
+    graph = capture_model(model.train(), (), {"input_ids": ids, "labels": ids}, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(dp=1, tp=4, microbatches=4, recompute="none"), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
 

@@ -612,12 +612,15 @@ def test_ranks_of_a_node_that_heads_are_too_few_for_exchange_as_far_as_there_are
 
 def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> None:
     """Queries, keys and values made of pieces of a sequence come to their heads by an all-to-all, whose results selective
-    recomputation keeps, as those of the products before it: of every further layer, in bytes."""
+    recomputation keeps, as those of the products before it: of every further layer, in bytes. What it has gathered goes with
+    them, with one micro-batch."""
     found: list[tuple[float, float]] = []
 
     def seen(plan: Plan, replayed: Prediction) -> Prediction:
         assert plan.predicted is not None
-        found.append((plan.predicted.bytes_by_kind["activations"], replayed.bytes_by_kind["activations"]))
+        kinds = "activations", "parameters", "gathered"
+        counted, held = (sum(one.bytes_by_kind.get(kind, 0.0) for kind in kinds) for one in (plan.predicted, replayed))
+        found.append((counted, held))
         return replayed
 
     for layers in (2, 5):

@@ -69,8 +69,9 @@ class RowGradients:
     @property
     def last(self) -> float:
         """Bytes at most as the last micro-batch's are reduced, beside what is there over the step: in the place of what was
-        gathered, beside their sums; then in the place of these, too, beside a rank's piece, which is copied where it is all."""
-        own = sum(one.made for one in self.families) * (not self.several or self.wide > 1.0)  # else added in place
+        gathered, beside their sums, to which they were added; then in the place of these, too, beside a rank's piece, which is
+        copied where it is all."""
+        own = sum(one.made for one in self.families) * (not self.several)
         begun = max((one.reduced - one.gathered for one in self.families), default=0.0)
         done = [one.reduced * (1 + 1 / one.shards + (one.shards == 1)) - one.gathered - self._sum(one) for one in self.families]
         return max(own + begun, *done, 0.0) + 2 * self.loose * self.wide

@@ -19,6 +19,7 @@ from meshwright.compiler.placement.choices import Scope, choices, is_piece, suit
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
+    GRADIENTS,
     HOST,
     HOST_BACK,
     MOMENTS,
@@ -319,6 +320,7 @@ class Builder:
             seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
             row[SEND] += seconds * self.schedule.microbatches
             row[SAVED] += self.tables.bytes(name, state) * held_outputs(self.schedule.microbatches, saved, state)
+            row[GRADIENTS] += self.tables.bytes(name, state) * (self.schedule.microbatches == 1)  # it is there with these
             if self.moments:  # which is over when a backward begins
                 meanwhile = self.tables.bytes(name, state) * comes_aside(state)
                 row[SAVED], row[TRANSIENT] = row[SAVED] - meanwhile, row[TRANSIENT] + meanwhile
@@ -386,7 +388,8 @@ class Builder:
         read = _last_read(model, var)
         with_it = max(1, sum(other == var for other, _, _ in model.parameter_uses))
         made = tuple((read >= at >= 0) + (read == at >= 0) / with_it for at in model.moments)
-        return self.tables.parameter(name, needs, variant, group, unit, model.late, made)
+        fused = self.scope.structure.several_in_one.get(name)
+        return self.tables.parameter(name, needs, variant, group, unit, model.late, made, fused)
 
     def _moments(self, model: Model, position: Position) -> None:
         """What is held while the backward of those operators runs that may be a position's worst, however it is split, and at

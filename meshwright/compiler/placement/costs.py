@@ -98,11 +98,13 @@ def bytes_row(microbatches: int) -> Vector:
 def most_bytes(resources: Vector, microbatches: int, blocks: Collection[int]) -> float:
     """Bytes of positions [n, RESOURCES] at the worst moment: that of ``bytes_row``, of any position with the gradients that the
     ``blocks`` behind it left in place of what they saved, or the end of a backward, when all gradients are there and no
-    activations."""
+    activations. What is ahead of all blocks runs when these have let go of all that they saved."""
     total, left = resources.sum(axis=0), np.zeros(len(resources))
+    made = resources[:, GRADIENTS] * (microbatches == 1)
+    change = np.where(np.isin(np.arange(len(resources)), list(blocks)), made - resources[:, SAVED], 0.0)
     if microbatches == 1:
-        change = [resources[n, GRADIENTS] - resources[n, SAVED] if n in blocks else 0.0 for n in range(len(resources))]
         left[:-2] = np.cumsum(change[:1:-1])[::-1]  # that of the one behind is among its own (BEHIND)
+    left[: min(blocks, default=0)] = change.sum()
     begun = float(total @ bytes_row(microbatches) + (worst(resources) + left).max())
     return max(begun, float(total[[PARAMETERS, GRADIENTS, OPTIMIZER]].sum()))
 
@@ -141,6 +143,8 @@ class Neighbours:
 
     ahead: whether another block follows in the order of the backward, whose parameters are gathered early
     behind: whether another block ran before in that order, whose gradients are still being reduced
+    beyond: what part of a block's gradients that are being reduced is more than the root's of the micro-batch before, in whose
+        place they are
     again: whether what is reduced last in one micro-batch, a block's, still is when the next one's backward begins with this
     root: whether these are the root's parameters, which are there while every block runs
     last: whether they are the root's behind all blocks
@@ -149,6 +153,7 @@ class Neighbours:
 
     ahead: bool = True
     behind: bool = True
+    beyond: float = 1.0
     again: bool = False
     root: bool = False
     last: bool = False
@@ -324,7 +329,7 @@ class Costs:
 
     def parameter(
         self, value: Value, need: Sharding, trainable: bool | None, variant: Variant, group: float, unit: Neighbours = MIDDLE,
-        late: float = 0.0, made: tuple[float, ...] = (),
+        late: float = 0.0, made: tuple[float, ...] = (), pieces: bool = False,
     ) -> Vector | None:
         """What one use of a parameter or buffer (``trainable``: None) costs a block kept as ``variant``; None if the variant
         cannot hold it so.
@@ -334,20 +339,20 @@ class Costs:
         data axes a small parameter's gradient is summed once a step, together with those of the ``late`` elements of the block
         (``runtime.state.late``; of all blocks, if there are several micro-batches: that is priced as one sum a block).
         ``made``: at which of the ``MOMENTS`` its gradient is there (1), or being made with those of n others
-        that are as large (1 + 1 / n), where those count.
+        that are as large (1 + 1 / n), where those count; ``pieces``: whether the call that reads it has a copy of its own.
 
         Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
         step; 2, 3: every micro-batch), then all-reduced over the other data axes; without, gradients are all-reduced once.
         """
-        key = (value.shape, value.dtype, need, trainable, variant, group, unit, late, made)
+        key = (value.shape, value.dtype, need, trainable, variant, group, unit, late, made, pieces)
         if key not in self._parameter:
-            self._parameter[key] = self._of_parameter(value, need, trainable, variant, group, unit, late, made)
+            self._parameter[key] = self._of_parameter(value, need, trainable, variant, group, unit, late, made, pieces)
         return self._parameter[key]
 
     def _of_parameter(
         self, value: Value, need: Sharding, trainable: bool | None, variant: Variant, group: float, unit: Neighbours,
-        late: float, made: tuple[float, ...],
+        late: float, made: tuple[float, ...], pieces: bool,
     ) -> Vector | None:
         """``parameter``, priced."""
         vector = np.zeros(RESOURCES)
@@ -357,7 +362,7 @@ class Costs:
             vector[PARAMETERS] = numel * (max(_CAST_BYTES, value.dtype.itemsize) if floats else value.dtype.itemsize)
             if floats and trainable is not None and self.itemsize < _CAST_BYTES:
                 vector[PARAMETERS] += numel * self.itemsize
-                self._copied(vector, numel, variant, bool(made) and not unit.root)
+                self._copied(vector, numel, variant, bool(made) and not unit.root, pieces)
             return vector
         variant = variant.of(need.split_axes)
         if set(variant.data_axes) & set(need.split_axes):
@@ -398,7 +403,7 @@ class Costs:
             vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.overlapped_bandwidth
         self._kept(vector, numel, variant, parts, unit)
         if made:
-            self._moments(vector, numel, numel < value.numel, variant, unit, made)
+            self._moments(vector, numel, numel < value.numel, variant, unit, made, pieces)
         speed = self.device.memory_bandwidth * self.device.memory_efficiency
         optimizer = self.updated(numel / parts)
         vector[BACKWARD] += optimizer + count * self._accumulated(numel, variant, parts) / speed
@@ -462,40 +467,59 @@ class Costs:
             vector[TRANSIENT] = cast * (self.itemsize < _CAST_BYTES) if summed else cast + master
 
     def _moments(
-        self, vector: Vector, numel: float, split: bool, variant: Variant, unit: Neighbours, made: tuple[float, ...]
+        self, vector: Vector, numel: float, split: bool, variant: Variant, unit: Neighbours, made: tuple[float, ...],
+        pieces: bool,
     ) -> None:
         """What of ``_kept`` is there at each moment of the backward: gathered parameters and what the block behind is reducing
         from its beginning, gradients when they are ``made`` (more than 1: by what runs then, which copies those of ``split``
         weights, one after the other), and at the end either is gone, for its own are reduced, or, where FSDP2 has no part in
-        it, are copied to their sums. What one of all blocks has gathered is there whatever runs: each counts its part. Where
-        FSDP2 has no part a copy in the compute dtype is there from a forward to its backward, or, made again, in the latter."""
+        it, are copied to their sums. What one of all blocks has gathered is there whatever runs: each counts its part. With one
+        micro-batch, what each has gathered is there from its forward to its backward, and gradients are pieces then. The last
+        of several reduces sums, in the place of what was gathered, and later of these. Where FSDP2 has no part a copy in the
+        compute dtype is there from a forward to its backward, or, made again, in the latter."""
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         once, taken = self.microbatches == 1, bool(variant.data_axes)
         reduces, gathered = taken and (variant.zero >= 2 or once), variant.zero == 3
+        parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
         own = 0.0 if taken and not reduces and self.itemsize == _CAST_BYTES else cast
         there = [max(own * (one > 0), cast * (one > 1)) + cast * max(one - 1.0, 0.0) * (split and taken)
                  for one in made]
+        piece = master / parts * (1 + (parts == 1))  # a piece that is all of it is copied
         if unit.root:
-            vector[list(MOMENTS)] = [*there, 0.0 if unit.last else own]
+            ended = own if once or reduces or not taken else max(own, master - cast, piece - cast)
+            vector[list(MOMENTS)] = [*there, 0.0 if unit.last else ended]
             vector[SAVED] = own * unit.last  # made first of all, and there until the root's are reduced
+            if once:  # in the place of what was gathered
+                least = max(own + master, master + piece) if taken else master * (1 + (self.mesh.world > 1))
+                vector[GRADIENTS] = max(own, least - cast * (taken or self.itemsize < _CAST_BYTES))
             return
-        always = cast / unit.blocks * gathered
         begun = cast * unit.ahead * gathered
-        left = master / (self.mesh.size(variant.shard_axes) if variant.zero else 1) - cast * (not gathered)
         again = master * unit.again * reduces  # of the last block: those that share its prices have it in place of ``BEHIND``
         begun += again
-        reducing = (master + left * once) * reduces  # its gradients take the place of what it gathered
-        reducing += master * (once and not taken)
-        vector[BEHIND] = (reducing - again) * unit.behind
-        vector[SAVED] = always
+        reducing = master * reduces * unit.beyond
+        ended = master * (1 + (self.mesh.world > 1)) if not taken else own + reducing
+        if gathered:
+            vector[PARAMETERS] += cast / unit.blocks
+        elif taken and once:
+            vector[PARAMETERS] -= cast
+            vector[SAVED] = cast
+            there = [one + cast for one in there]
+        if once:
+            vector[GRADIENTS] = master / parts
+            reducing += master / parts
+            ended = max(ended, (master + piece) * taken)
+        elif taken and not reduces:  # of the last micro-batch, in the place of a sum and of what was gathered
+            reducing = max(0.0, master / parts - cast)
+            ended = max(ended, master - cast, piece - cast)
+        vector[BEHIND] = max(0.0, reducing - again) * unit.behind
         vector[TRANSIENT] = begun
-        ended = master * (1 + (self.mesh.world > 1)) if not taken else own + master * reduces
-        vector[list(MOMENTS)] = [*(begun + always + one for one in there), ended + always * unit.ahead]
-        self._copied(vector, numel, variant, not taken and self.itemsize < _CAST_BYTES)
+        vector[list(MOMENTS)] = [*(begun + one for one in there), ended]
+        self._copied(vector, numel, variant, not taken and self.itemsize < _CAST_BYTES, pieces)
 
-    def _copied(self, vector: Vector, numel: float, variant: Variant, counts: bool) -> None:
-        """Where it ``counts``, the copy in the compute dtype of what FSDP2 has no part in goes with its block."""
+    def _copied(self, vector: Vector, numel: float, variant: Variant, counts: bool, pieces: bool) -> None:
+        """Where it ``counts``, the copy in the compute dtype of what FSDP2 has no part in goes with its block; that of a weight
+        read in ``pieces`` is the call's own."""
         if counts:
             cast = numel * self.itemsize
             vector[PARAMETERS] -= cast
-            vector[[TRANSIENT if variant.recompute != "none" else SAVED, *MOMENTS[:-1]]] += cast
+            vector[[TRANSIENT if variant.recompute != "none" else SAVED, *MOMENTS[:-1]]] += cast * (not pieces)

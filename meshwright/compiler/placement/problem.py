@@ -348,8 +348,28 @@ class Problem:
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
         again = self.schedule.microbatches > 1 and not self.structure.trains_root
         last = len(self.graph.blocks) - 1
-        return Neighbours(ahead=max(served) > 0, behind=min(served) < last, again=again and max(served) == last,
-                          blocks=max(1, len(self.graph.blocks)))
+        return Neighbours(ahead=max(served) > 0, behind=min(served) < last, beyond=self._beyond(number),
+                          again=again and max(served) == last, blocks=max(1, len(self.graph.blocks)))
+
+    def _beyond(self, number: int) -> float:
+        """What part of what a block reduces is beyond what the root reduced last in the micro-batch before. Where the root may
+        be kept so that it reduces once, all; root and block are taken to be split as far as their choices go."""
+        each = all(one.zero >= 2 and one.data_axes for one in self.root_variants)
+        if self.schedule.microbatches == 1 or not each:
+            return 1.0
+        own = self._least_trained(self._models[number])
+        return max(0.0, 1.0 - self._least_of_root / own) if own else 1.0
+
+    @cached_property
+    def _least_of_root(self) -> float:
+        """Elements of the root's parameters that take a gradient, split as far as their choices go."""
+        return sum(self._least_trained(model) for n, model in self._models.items() if self.positions[n].block < 0)
+
+    def _least_trained(self, model: Model) -> float:
+        """The same of the parameters that a position is charged with."""
+        found = {name: self.graph.values[name].numel / max(self.mesh.size(need.split_axes) for need in needs)
+                 for _, name, needs in model.parameter_uses if self.tables.trainable[name]}
+        return sum(found.values())
 
     def _recomputed(self, number: int, model: Model, recompute: str) -> tuple[list[Array], list[Edge]]:
         """The block whose forward runs again in the backward, as far as it does (``_repeats``)."""

@@ -277,16 +277,18 @@ class ResourceTables:
 
     def parameter(
         self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Neighbours, late: float,
-        made: tuple[float, ...] = (),
+        made: tuple[float, ...] = (), fused: int | None = None,
     ) -> Array:
         """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``; the
-        gradients of ``late`` of them may be summed together; ``made``: at which moments its own is there (``Costs``)."""
+        gradients of ``late`` of them may be summed together; ``made``: at which moments its own is there (``Costs``);
+        ``fused``: the dim of which calls copy their pieces, if it is split."""
         value, trainable = self.graph.values[name], self.trainable[name]
-        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit, late, made)
+        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit, late, made, fused)
         if key not in self._tables:
             seen: dict[Sharding, Array] = {}
             for need in dict.fromkeys(needs):
-                cost = self.costs.parameter(value, need, trainable, variant, group, unit, late, made)
+                pieces = fused is not None and self.mesh.size(need.dims[fused]) > 1
+                cost = self.costs.parameter(value, need, trainable, variant, group, unit, late, made, pieces)
                 seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
             self._tables[key] = np.array([seen[need] for need in needs])
         return self._tables[key]

@@ -162,6 +162,12 @@ class Structure:
         return self._positions[1]
 
     @cached_property
+    def several_in_one(self) -> dict[str, int]:
+        """{parameter that holds several weights, one after the other: the dim along which these lie}."""
+        return {op.inputs[at]: dim for op in self.graph.ops for at, (dim, parts) in self.rules[op.name].fused.items()
+                if parts > 1 and at < len(op.inputs)}
+
+    @cached_property
     def fused(self) -> tuple[Fused | None, ...]:
         """Per operator what its kernel reads and writes (``cost.compute.fusion``)."""
         return fusion(self.graph, self.rules.operators)

@@ -395,6 +395,10 @@ class RootUnit:
             if unit.itemsize < _REDUCED and not self.software.narrow:
                 self._widen(unit)
             return
+        if unit.wide:  # what the last micro-batch made is added first
+            for storage in unit.weights.values():
+                self.heap.drop(storage)
+            unit.weights.clear()
         self._done(self.reducing)
         self.reducing = self.heap.new(unit.elements * (unit.itemsize if self.software.flat_units else _REDUCED), WORK)
         for storage in (*unit.weights.values(), *unit.wide.values()):

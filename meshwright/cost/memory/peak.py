@@ -8,8 +8,9 @@
 
 The steps of one micro-batch are replayed in the order in which they run (``replay``): its segments forward, then backward,
 around each unit of parameters what FSDP2 allocates (``fsdp``). Of several micro-batches the first and the last are replayed:
-the last finds all gradients that the others left. Outputs of a step that are joined along a dim lie there whole from the first
-micro-batch on. A rank of a pipeline runs the actions of its schedule instead (``pipeline_rank``). What the epilogue collects of
+the last finds all gradients that the others left; where each reduces its own, one between, too, which finds them and, other
+than the last, keeps what is gathered. Outputs of a step that are joined along a dim lie there whole from the first micro-batch
+on. A rank of a pipeline runs the actions of its schedule instead (``pipeline_rank``). What the epilogue collects of
 the micro-batches lies there while they run, as its gradients do, which are made before them; what runs ahead of them all keeps
 nothing for a backward, and is no more than what comes after it.
 
@@ -78,7 +79,8 @@ def _alone(program: Program, heap: Heap, joined: _Joined, software: Software) ->
     env, count = _prologue(program, heap), program.microbatches
     epilogue = Epilogue(program, heap)
     epilogue.back(env)
-    for index in sorted({0, count - 1}):
+    each = any(segment.zero >= 2 for segment in part.main)
+    for index in sorted({0, min(1, count - 1) * each, count - 1}):
         batch = part.forward({name: hold(storage) if count > 1 else storage for name, storage in env.items()})
         grads = epilogue.gradients() or {name: heap.new(4.0, WORK) for name in [program.loss] if name is not None}
         part.backward(batch, grads, last=index == count - 1)
