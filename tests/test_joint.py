@@ -701,14 +701,15 @@ def family(name: str) -> Graph:
     (partial(family, "t5"), {"pp": 2, "schedule": "interleaved1f1b", "zero": 3, "recompute": "full"}),
     (partial(family, "bert"), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "full"}),
     (partial(mixture, 8, 512, 16, 64), {"pp": 4, "schedule": "1f1b", "zero": 2, "recompute": "full"}),
+    (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 4, "schedule": "1f1b", "zero": 3, "recompute": "full"}),
 ], ids=["zero 2", "gpipe", "zero 3", "vocabulary", "several stages", "tied", "encoder and decoder",
-        "a bias that stages make again", "bert", "mixture"])
+        "a bias that stages make again", "bert", "mixture", "ahead of the head"])
 def test_what_reductions_of_a_pipeline_leave_is_there_once_in_each_stage(
     graph: Callable[[], Graph], pins: dict[str, Any]
 ) -> None:
     """A stage has one buffer: that of the block behind the one that runs, or of its last reduction, its root's if it has one,
-    until it reduces again: a small one, if that is of a bias that each stage makes again. Its first block has none to gather.
-    On every rank."""
+    until it reduces again: a small one, if that is of a bias that each stage makes again. Its first block has none to gather,
+    and its head has the last block. On every rank."""
     where = Cluster.parse(f"h100:1x{2 * pins['pp']}")
     plan = make_plan(graph(), where, Pins(dp=2, tp=1, cp=1, microbatches=8, **pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
@@ -723,15 +724,19 @@ def test_what_reductions_of_a_pipeline_leave_is_there_once_in_each_stage(
     (partial(llama, 8, 1024, 16, 64), {"zero": 3, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
     (partial(family, "bert"), {"zero": 0, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
     (partial(family, "t5"), {"dp": 1, "microbatches": 1, "schedule": "gpipe", "recompute": "none"}),
-], ids=["mixture", "one micro-batch", "pieces", "gathered", "bert", "no data ranks"])
+    (partial(llama, 8, 1024, 4, 512, 16384, 6144), {"pp": 2, "zero": 2, "microbatches": 1, "schedule": "gpipe",
+                                                    "recompute": "none"}),
+], ids=["mixture", "one micro-batch", "pieces", "gathered", "bert", "no data ranks", "received"])
 def test_what_the_last_micro_batch_of_a_pipeline_needs_counts(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
     """Sums are reduced beside a buffer and let go, as is what was gathered; a piece that is all of a sum is copied. Of one
-    micro-batch the gradients of the units behind are there in the place of what these had kept. On every rank that matters."""
-    given = {"dp": 2, **pins}
-    plan = make_plan(graph(), Cluster.parse(f"h100:1x{4 * given['dp']}"), Pins(pp=4, tp=1, cp=1, **given), precision="bf16")
+    micro-batch the gradients of the units behind are there in the place of what these had kept, and what a forward's last
+    gather received until it ends. On every rank that matters."""
+    given = {"pp": 4, "dp": 2, **pins}
+    where = Cluster.parse(f"h100:1x{given['pp'] * given['dp']}")
+    plan = make_plan(graph(), where, Pins(tp=1, cp=1, **given), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
     held = {rank: one.bytes for rank, one in footprints(plan, rules_of(plan.graph)[0], 8.0).items()}
-    full = [rank for rank in range(4) if held[rank] > 0.75 * max(held.values())]
+    full = [rank for rank in held if held[rank] > 0.75 * max(held.values())]
     assert [counted[rank] for rank in full] == pytest.approx([held[rank] for rank in full], rel=0.02)
 
 

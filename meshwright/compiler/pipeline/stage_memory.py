@@ -133,7 +133,8 @@ class StageMemory:
         found = {name: column[at] for name, column in found.items()}
         gathered = np.array([sum(one.made for one in each[row].families if one.zero == 3) * (not roots[row]) for row in at])
         before = np.cumsum(~roots[at]) - ~roots[at] > 0  # none is ahead of the first block
-        found |= {"transient": found["transient"] - gathered * ~before, "gathered": gathered * before}
+        received, of_block = _received(placement, each, several)
+        found |= {"transient": found["transient"] - gathered * ~before + received, "gathered": gathered * before + of_block}
         runs = np.cumsum(made[at]) > 0.0  # nothing takes a gradient before the first that is trained
         found |= {name: column * runs for name, column in _reducing(roots[at], reduced[at], several).items()}
         # what a stage makes again for all of its blocks, as a bias of a table of a few rows, is reduced last
@@ -218,3 +219,17 @@ def _reducing(roots: Array, reduced: Array, several: bool) -> dict[str, Array]:
         there += root[at] * ends
         first[at] = there * (several and not ends)
     return {"behind": behind, "reduced": first, "root": root}
+
+
+def _received(placement: Placement, rows: Sequence[RowGradients], several: bool) -> tuple[Array, Array]:
+    """Bytes of every position outside of the blocks while it runs: of what the last gather before it received, which stays to
+    the end of the forward, and of that what is there only if the block ahead of it is in its stage, whose next gather begins
+    with the backward. With one micro-batch the root's is there where no block is; it counts as no more than the block's."""
+    found, block = np.zeros((2, len(placement.sequence))), 0.0
+    for at, row in enumerate(placement.sequence):
+        own = sum(one.made for one in rows[row].families if one.shards > 1 and (one.zero == 3 or not several))
+        if placement.rows[row].block:
+            block = own
+        else:
+            found[:, at] = block, block - min(own, block) * (not several)
+    return found[0], found[1]
