@@ -23,7 +23,7 @@ from meshwright.views.bounds import _spent
 from meshwright.views.facts import facts_of, sections
 from meshwright.views.prices import Prices
 from meshwright.views.report import WIDTH, page, render, show
-from meshwright.views.words import axis_roles, not_told_apart
+from meshwright.views.words import assignment_words, axis_roles, not_told_apart
 from tests.handmade import handmade_plan
 from tests.test_pinning import graph
 
@@ -195,3 +195,10 @@ def test_fold_paths() -> None:
     assert fold_paths(["a.0.b.0", "a.1.b.1"]) == "a.0.b.0, a.1.b.1"  # two numbers differ: nothing to fold
     assert fold_paths(["encoder.0", "decoder.0"]) == "encoder.0, decoder.0"
     assert fold_paths(["only"]) == "only"
+
+
+def test_choices_in_words() -> None:
+    """What an axis splits is named, whatever the choice is called."""
+    assert assignment_words({"dp": "b0", "tp": "shared"}) == "dp splits b0, tp splits query heads, which share key heads"
+    assert assignment_words({"cp": "ring", "tp": "+0"}) == "cp splits the sequence by ring, tp sums linear group 0 later"
+    assert assignment_words({}) == "every rank does all of it"

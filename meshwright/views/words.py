@@ -13,7 +13,7 @@ from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, count_text, seconds_text
-from meshwright.ir.rule import VARYING
+from meshwright.ir.rule import SHARED, VARYING
 from meshwright.ir.serialize import digest
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.versions import prices
@@ -186,7 +186,8 @@ def assignment_words(assignment: Mapping[str, str]) -> str:
     words = [
         f"every rank of {axis} for itself, gradients summed later" if factor == VARYING
         else f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+")
-        else f"{axis} splits the sequence by {factor}" if factor in (*ATTENTION, WINDOW) else f"{axis} splits {factor}"
+        else f"{axis} splits the sequence by {factor}" if factor in (*ATTENTION, WINDOW)
+        else f"{axis} splits query heads, which share key heads" if factor == SHARED else f"{axis} splits {factor}"
         for axis, factor in assignment.items()
     ]
     return ", ".join(words) or "every rank does all of it"
