@@ -476,7 +476,7 @@ def test_what_is_proven_not_to_fit_bounds_nothing(needs: float) -> None:
 def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds say little of which pipeline is fast where micro-batches are few; in the same time a better one is found."""
     found = []
-    for glance in (Sweep._at_a_glance, lambda sweep, node: math.inf):
+    for glance in (Sweep._at_a_glance, lambda sweep, node, always: math.inf):
         monkeypatch.setattr(Sweep, "_at_a_glance", glance)
         run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.5)
         run.begin()
@@ -485,6 +485,22 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     assert found[0].candidate.pp > 1
     assert found[0].seconds < 0.85 * found[1].seconds
     assert all(run.bound <= one.seconds for one in found)
+
+
+def test_pipelines_near_the_best_are_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many stages, tensor and data ranks and micro-batches as the best one has, or half or twice as many: in the same
+    time a better one is found, and no candidate is lost on the way."""
+    found = []
+    for climbs in (Sweep._climb, lambda sweep, nodes: nodes):
+        monkeypatch.setattr(Sweep, "_climb", climbs)
+        run = search(llama(24, 2048, 96), "h100-pcie-80g:12x4", 6 * GIB, limit=5.0)
+        run.begin()
+        run.rest()
+        counts = run.bounds.counts
+        assert counts.considered == len(run.solved) + run.pruned + counts.infeasible
+        found.append(run.solved[0])
+    assert found[0].candidate.pp > 1
+    assert found[0].seconds < 0.99 * found[1].seconds
 
 
 def test_micro_batches_that_fit_on_no_layout_are_not_placed(monkeypatch: pytest.MonkeyPatch) -> None:

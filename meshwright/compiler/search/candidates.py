@@ -429,3 +429,27 @@ def _fastest(operator: Operator, flops: float, passes: float, dtype: torch.dtype
         best = [min(1.0, 1.25 * part) for part in (device.attention_forward, device.attention_backward)]
         return flops / peak * (1 / best[0] + (2.5 / best[1] if passes > 1 else 0.0))
     return flops * passes / (peak * device.matmul_efficiency)
+
+
+def simplicity(candidate: Candidate) -> tuple[bool, int, int]:
+    """Orders candidates by how fast they are bounded and solved: schedules of one stage a rank that hold few micro-batches
+    first, a sequence split over one axis."""
+    schedule = schedule_of(candidate.schedule)
+    first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
+    return not first, candidate.virtual_stages, candidate.heads
+
+
+def pipeline_of(candidate: Candidate) -> tuple[int, ...]:
+    """What the second dive keeps of a candidate."""
+    return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.experts, candidate.microbatches
+
+
+def are_near(one: Candidate, best: Candidate) -> bool:
+    """Whether a pipeline is like another one but for its schedule, or has the schedule and, of stages, tensor, data and expert
+    ranks and of micro-batches, at most twice as many as the other and half as many at least."""
+    if pipeline_of(one) == pipeline_of(best):
+        return True
+    counts = ((one.pp, best.pp), (one.tensor, best.tensor), (one.data, best.data), (one.expert, best.expert),
+              (one.microbatches, best.microbatches))
+    same = (one.schedule, one.context, one.heads, one.folded) == (best.schedule, best.context, best.heads, best.folded)
+    return same and one.pp > 1 and all(max(both) <= 2 * min(both) for both in counts)

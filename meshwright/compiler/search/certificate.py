@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search.bounds import ROUNDING
 from meshwright.compiler.search.candidates import PIECE, SHORT, Candidate
-from meshwright.compiler.search.fitting import prediction_of
-from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.compiler.search.fitting import Result, prediction_of
+from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.structure.structure import SLIGHT
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import seconds_text

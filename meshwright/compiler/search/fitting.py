@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from meshwright.compiler.search.candidates import Candidate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.task import Fits
 from meshwright.cost.cluster import Cluster
@@ -72,6 +73,25 @@ class Fitted:
     def seconds(self) -> float:
         """Of its step."""
         return prediction_of(self.plan).step_seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate with a plan that fits.
+
+    name: of the candidate with its way to keep parameters
+    counted_seconds: of its step, before its memory was replayed
+    """
+
+    candidate: Candidate
+    name: str
+    fitted: Fitted
+    counted_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the plan's step."""
+        return self.fitted.seconds
 
 
 def prediction_of(plan: Plan) -> Prediction:

@@ -24,10 +24,10 @@ from meshwright.compiler.search.candidates import Layout, degrees_of, layout_of,
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
-from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
+from meshwright.compiler.search.fitting import Counted, Fitted, Result, fitted, prediction_of
 from meshwright.compiler.search.layouts import free_candidates
 from meshwright.compiler.search.plans import Plans
-from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.units import find_layers

@@ -7,6 +7,7 @@
     free layouts      solved at once, to beat the incumbent; where memory binds they are dear
     block by block    meshes without a pipeline whose blocks may keep parameters unlike each other, where that may be faster
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
+    climb             pipelines of about as many stages, tensor and data ranks as the best one, from better to better
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
 
 Bounds say little of which pipeline is fast where micro-batches are few or stages have a block or two. So wherever the
@@ -20,26 +21,35 @@ done, in seconds that it took on one machine (``_EFFORT``), not a clock: a searc
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 
 from meshwright.compiler.pipeline.timed_bound import Sharp
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import TIE, WIDEST, OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
-from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of
+from meshwright.compiler.search.candidates import (
+    Candidate,
+    Layout,
+    are_near,
+    candidates,
+    degrees_of,
+    pipeline_of,
+    simplicity,
+)
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
-from meshwright.compiler.search.fitting import Fitted
+from meshwright.compiler.search.fitting import Fitted, Result
 from meshwright.compiler.search.layouts import free_candidates, is_topological
 from meshwright.compiler.search.task import Progress, Task
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError
 from meshwright.ir.plan import PlanError
 from meshwright.ir.prediction import SeenCandidate
-from meshwright.ir.schedules import ScheduleError, schedule_of
+from meshwright.ir.schedules import ScheduleError
 
 _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
@@ -48,7 +58,7 @@ _WORTH, _MORE = 0.03, 0.1
 (chosen)."""
 _NEARER = 0.95
 """What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many stages on as many
-ranks under the same schedule (chosen)."""
+ranks under the same schedule; near the best pipeline a cut that is looked for is taken to be faster by so much (chosen)."""
 UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
@@ -70,26 +80,7 @@ _EFFORT: Mapping[str, float] = {
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
-_INF = float("inf")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A candidate with a plan that fits.
-
-    name: of the candidate with its way to keep parameters
-    counted_seconds: of its step, before its memory was replayed
-    """
-
-    candidate: Candidate
-    name: str
-    fitted: Fitted
-    counted_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the plan's step."""
-        return self.fitted.seconds
+_INF = math.inf
 
 
 class Sweep:
@@ -249,7 +240,7 @@ class Sweep:
         self._swept = True
         try:
             deadline = max(_PROVEN * self.limit, self.effort + _REST * self.limit)
-            self._left += self._sweep(nodes + self._second_dive(piped), deadline)
+            self._left += self._sweep(self._climb(nodes + self._second_dive(piped)), deadline)
             if self._left and (not self._cut or min(self._left) < self._cut[0]):  # sharper bounds of these would prove nothing
                 self._left = self._sweep(self._left, max(self.limit, deadline))
             self._sharpen()
@@ -366,9 +357,9 @@ class Sweep:
     def _first_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
-        simple = min((_simple(node.candidate) for node in piped), default=None)
-        left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
-        split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
+        simple = min((simplicity(node.candidate) for node in piped), default=None)
+        left = [node for node in nodes if node.candidate.pp == 1 or simplicity(node.candidate) != simple]
+        split = [self.bounds.split(node, 1) for node in piped if simplicity(node.candidate) == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
         layouts: dict[tuple[int, ...], list[Branch]] = {}
@@ -381,16 +372,37 @@ class Sweep:
 
     def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the best pipelines under other schedules, with half and twice the micro-batches, 1, 2, 4, ... stages a rank."""
-        best = [*dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)][:_NEAR]
+        best = [*dict.fromkeys(pipeline_of(e.candidate) for e in self.solved if e.candidate.pp > 1)][:_NEAR]
         near = {(*one, count) for *one, given in best for count in (given // 2, given, given * 2)}
-        fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in near]
+        fresh = [node for node in nodes if node.level < Level.KEPT and pipeline_of(node.candidate) in near]
         taken, left = {node.number for node in fresh}, list[Branch]()
         for like, deadline, worth in ((True, 0.0, _WORTH), (False, self.effort + _EARLY * self.limit, _MORE)):
-            own = [node for node in fresh if (_pipeline(node.candidate) in best) is like]
+            own = [node for node in fresh if (pipeline_of(node.candidate) in best) is like]
             single = [self.bounds.part(node, [v]) for node in own for v in node.virtual if v.bit_count() == 1]
             left += [self.bounds.part(n, v) for n in own if (v := [each for each in n.virtual if each.bit_count() > 1])]
             left += self._dive(single, max(_ALIKE * self.limit, deadline), worth)
         return [node for node in nodes if node.number not in taken] + left
+
+    def _climb(self, nodes: list[Branch]) -> list[Branch]:
+        """Price the parameters of pipelines near the best one, and of those near a better one that is found so."""
+        best, before, deadline = self._best_pipeline, None, self.effort + _EARLY * self.limit
+        while best is not None and best != before and self.effort <= deadline:
+            near = [node for node in nodes if node.level < Level.KEPT and are_near(node.candidate, best)]
+            taken = {node.number for node in near}
+            nodes = [node for node in nodes if node.number not in taken]
+            for node in sorted(near):
+                parts = [node]
+                while parts and parts[0].level < Level.KEPT and not self._hopeless(min(parts)) and self.effort <= deadline:
+                    sharper = [child for part in parts for child in self.bounds.sharper(part, self._cutoff)]
+                    parts = self._glanced(sharper, best)
+                nodes += parts
+            best, before = self._best_pipeline, best
+        return nodes
+
+    @property
+    def _best_pipeline(self) -> Candidate | None:
+        """Of those solved."""
+        return next((one.candidate for one in self.solved if one.candidate.pp > 1), None)
 
     def _dive(self, nodes: Sequence[Branch], deadline: float, worth: float = 0.0) -> list[Branch]:
         """Solve some candidates best first, each in one of its ways to keep parameters, as long as one may be better than the
@@ -449,25 +461,28 @@ class Sweep:
                 heapq.heappush(ready if child.level >= Level.DIVIDED else heap, child)
         return heap + ready
 
-    def _glanced(self, nodes: list[Branch]) -> list[Branch]:
+    def _glanced(self, nodes: list[Branch], near: Candidate | None = None) -> list[Branch]:
         """The nodes less what of them was solved. Of a pipeline whose parameters were just priced that of least bound is cut at
         a glance, with each power of two of stages a rank; those that look better than the incumbent are solved, the best one
-        first."""
+        first. ``near``: one that these are near to; about as many stages a rank as it has are glanced at then, and solved
+        if they may be better once their cut is looked for."""
         if not nodes or nodes[0].level is not Level.KEPT or nodes[0].candidate.pp == 1:
             return nodes
         first = min(nodes)
         others, left = [node for node in nodes if node is not first], set(first.virtual)
-        single = [self.bounds.part(first, [virtual]) for virtual in first.virtual if virtual.bit_count() == 1]
-        for seconds, virtual, one in sorted((self._at_a_glance(one), one.virtual[0], one) for one in single):
-            if seconds < self._incumbent:
+        most = 2 * near.virtual_stages if near else math.inf
+        single = [self.bounds.part(first, [v]) for v in first.virtual if v.bit_count() == 1 and v <= most]
+        for seconds, virtual, one in sorted((self._at_a_glance(one, near is not None), one.virtual[0], one) for one in single):
+            if seconds * (_NEARER if near else 1.0) < self._incumbent:
                 others += self._solve(replace(one, level=Level.TIMED))
                 left.remove(virtual)
         return [*others, *([self.bounds.part(first, sorted(left))] if left else [])]
 
-    def _at_a_glance(self, node: Branch) -> float:
-        """Seconds of a step, its cut not looked for; inf if it may be no better, as far above its bound as any alike was."""
+    def _at_a_glance(self, node: Branch, always: bool) -> float:
+        """Seconds of a step, its cut not looked for; inf where it may be no better, as far above its bound as any alike was, if
+        not ``always``."""
         alike = node.candidate.pp, node.candidate.schedule, node.candidate.virtual_stages
-        if node.bound * self._above.get(alike, 0.0) >= self._incumbent:
+        if not always and node.bound * self._above.get(alike, 0.0) >= self._incumbent:
             return _INF
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
         try:
@@ -583,16 +598,3 @@ class Sweep:
         being faster, as long as more have helped; always where what was measured is slow in large pieces."""
         helps = self.task.falls > 1.0 or (limited and seconds < node.fewer)
         return self.bounds.later(node, seconds) if helps else []
-
-
-def _simple(candidate: Candidate) -> tuple[bool, int, int]:
-    """Orders candidates by how fast they are bounded and solved: schedules of one stage a rank that hold few micro-batches
-    first, a sequence split over one axis."""
-    schedule = schedule_of(candidate.schedule)
-    first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
-    return not first, candidate.virtual_stages, candidate.heads
-
-
-def _pipeline(candidate: Candidate) -> tuple[int, ...]:
-    """What the second dive keeps of a candidate."""
-    return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.experts, candidate.microbatches
