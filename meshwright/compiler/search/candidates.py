@@ -440,7 +440,7 @@ def simplicity(candidate: Candidate) -> tuple[bool, int, int]:
 
 
 def pipeline_of(candidate: Candidate) -> tuple[int, ...]:
-    """What the second dive keeps of a candidate."""
+    """What is the same of pipelines that differ in their schedule and stages a rank."""
     return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.experts, candidate.microbatches
 
 

@@ -64,9 +64,9 @@ UNLIKE = 0.08
 than is gained so by what was looked at, where that is more (chosen)."""
 _EARLY, _DIVE, _ALONE = 0.1, 0.35, 0.5
 _ALIKE, _PROVEN, _REST = 0.75, 0.9, 0.2
-"""Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
-without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
-least: what is left is for sharper bounds of what was solved."""
+"""Parts of the limit: that a first look at what has no pipeline, or the climb, may take, and the first dive; by which the
+candidates without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what
+it has at least: what is left is for sharper bounds of what was solved."""
 _LONG = 5.7
 """Nominal seconds that the longest proofs may take each: they begin where so many are left."""
 _SHAPES = 1.0
@@ -464,8 +464,8 @@ class Sweep:
     def _glanced(self, nodes: list[Branch], near: Candidate | None = None) -> list[Branch]:
         """The nodes less what of them was solved. Of a pipeline whose parameters were just priced that of least bound is cut at
         a glance, with each power of two of stages a rank; those that look better than the incumbent are solved, the best one
-        first. ``near``: one that these are near to; about as many stages a rank as it has are glanced at then, and solved
-        if they may be better once their cut is looked for."""
+        first. ``near``: one that these are near to; at most twice as many stages a rank as it has are glanced at then, whatever
+        cuts of others were like, and solved if they may be better once their cut is looked for."""
         if not nodes or nodes[0].level is not Level.KEPT or nodes[0].candidate.pp == 1:
             return nodes
         first = min(nodes)
