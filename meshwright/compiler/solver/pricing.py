@@ -162,6 +162,7 @@ class Pricer:
                 tables[k][v] = self._below((k, v), at, fixed)
         while True:
             priced = self._chain(tables, results)
+            self.effort.priced(0, len(self.chain.sequence))
             used = {
                 (k, int(tables[k][(slice(None), *pair)].argmin()))
                 for k, pair in zip(self.chain.sequence, priced.path, strict=True)

@@ -35,6 +35,9 @@ SMALL, NODES = 5_000, 20
 fewer (``_nodes``): most that it closes close at the first few."""
 BRANCHED = 2.0
 """With a solution at hand, branching may take so many times what the relaxation took: it only proves, or improves a little."""
+FRUITLESS = 3
+"""So many choices in turn may be solved for nothing once what is open is bounded no lower than what was solved: then more of
+them prove nothing, and only another solution could come of them (chosen)."""
 
 
 @dataclass(order=True)
@@ -166,13 +169,13 @@ def _shared(root: Search) -> tuple[Search, float]:
     closed, failures, solved = np.inf, list[Infeasible](), set[tuple[int, ...]]()
     points, tried = list[Multipliers](), dict[tuple[int, ...], int]()
     probe = tuple(_majority(seen[s]) if s in seen else 0 for s in order)
-    heap = [_Node(root.bound)]
+    heap, fruitless = [_Node(root.bound)], 0
     while heap:
         node = _Node(root.bound, -len(probe), probe) if best is None and not failures else heapq.heappop(heap)
         bound, prefix = node.bound, node.prefix
         floor = max(root.bound, min(closed, bound))
         root.beaten(floor, np.inf if best is None else best.time)
-        over = root.late or (root.incumbent is not None and effort.spent > enough)
+        over = root.late or (root.incumbent is not None and effort.spent > enough) or (fruitless == FRUITLESS)
         if best is not None and (best.time - floor <= root.tolerance * best.time or over):
             return best, floor
         if failures and root.late:
@@ -196,6 +199,7 @@ def _shared(root: Search) -> tuple[Search, float]:
                 continue
         solved.add(prefix)
         leaf = _leaf(root, fixed, root.cutoff if best is None else min(best.time, root.cutoff))
+        proves = bound < closed
         if isinstance(leaf, Infeasible):
             failures.append(leaf)
             fits = leaf.bound < np.inf and leaf.bound <= root.chain.capacity  # as far as its bound tells
@@ -203,6 +207,7 @@ def _shared(root: Search) -> tuple[Search, float]:
         else:
             closed = min(closed, max(bound, leaf.bound))
             points += [leaf.best] if leaf.best is not None else []
+            fruitless = 0 if proves or best is None or leaf.time < best.time else fruitless + 1
             best = leaf if best is None or leaf.time < best.time else best
     if best is None:
         raise _least(root, failures, min(error.bound for error in failures))
