@@ -82,9 +82,9 @@ class TimedBound:
         self._each = math.inf
 
     @property
-    def work(self) -> tuple[int, int]:
-        """How often the table was run, and how many numbers the programs that were solved had."""
-        return self._program.runs, self._program.size
+    def work(self) -> int:
+        """How many numbers the programs that were solved had."""
+        return self._program.size
 
     def sharpen(self, sharp: Sharp) -> float:
         """The seconds, as sharp as that. Of small programs more is said at once, where crossings differ by enough to come to

@@ -99,7 +99,7 @@ class TimedProgram(LinearProgram):
         passed: float = 0.0,
     ) -> None:
         super().__init__()
-        self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
+        self.units, self.table, self.outside, self.paths, self.size = units, table, outside, paths, 0
         self.staged = self.followed = False
         self.begun = 0
         known = classes_of(units, outside, table.stages)
@@ -246,7 +246,6 @@ class TimedProgram(LinearProgram):
             for rank in np.flatnonzero(ends >= _WORST * ends.max()).tolist():
                 self._learn(self.paths.add(paths.runs[rank], paths.sends[rank], rank))
             found.append(Point(points[case].amounts, points[case].places, seconds))
-        self.runs += len(points)
         return found
 
     def _start(self, gather: np.ndarray, forward: np.ndarray, down: np.ndarray) -> np.ndarray:

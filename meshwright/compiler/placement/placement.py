@@ -52,7 +52,7 @@ from meshwright.compiler.placement.rows import (
     Placement,
 )
 from meshwright.compiler.solver.chain import Chain, Infeasible
-from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.solver.solve import Hint, solve
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
@@ -86,7 +86,7 @@ class Placements:
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self.structure = Structure(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int, int, bool, bool], Placement] = {}
-        self._built = 0
+        self._built, self._solved = 0, 0.0
 
     @cached_property
     def ahead(self) -> frozenset[str]:
@@ -160,6 +160,11 @@ class Placements:
         """Choices of operators for which problems were built so far: what most of the work goes by. Placements whose experts
         are shared out after others were solved have none."""
         return self._built
+
+    @property
+    def solved(self) -> float:
+        """Nominal seconds that the solver took for them so far."""
+        return self._solved
 
     def shared_out(
         self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, several: bool = False
@@ -240,11 +245,14 @@ class Placements:
         scope = self._scope(mesh, count, folded)
         problem = Problem(scope, schedule, costs, variants, variants[:1], moments=False)
         self._built += problem.choices
+        hint = Hint()
         chain = problem.with_variants(variants[:1]).chain(float("inf"), 0.0)  # with memory unlimited recomputation never pays
         try:
-            solution = solve(self._stretched(chain), gap=GAP, limit=_SECONDS)
+            solution = solve(self._stretched(chain), gap=GAP, limit=_SECONDS, hint=hint)
         except Infeasible:
             raise PlanError(nothing_runs(problem)) from None
+        finally:
+            self._solved += hint.pricer.effort.spent if hint.pricer is not None else 0.0
         reader = SolutionReader(
             self.folded, self.rules, self.recompute, self.once, self.passed, problem, chain, solution, count,
         )

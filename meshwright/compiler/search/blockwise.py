@@ -36,8 +36,9 @@ SOLVE_SECONDS = 3.0
 """Most of one solve, in nominal seconds: what was done is counted, not a clock."""
 _LEAST = 0.5
 """What one may take where all that there is for layouts is spent (chosen)."""
-BUILT = 0.17
-"""Nominal seconds that a problem and its chains take to build: measured, on one core, with the mean of many."""
+_BUILT, _CHOICE = 0.063, 9e-5
+"""Nominal seconds that a problem and its chains take to build, and more for every choice of an operator: measured, on one
+core."""
 WIDEST = 0.0185
 """The gap with which a search ends that takes long (chosen: certificates are to be no wider than 2 %, and what is found may be
 a little slower once its program was replayed)."""
@@ -98,7 +99,7 @@ def solve_layout(
     cutoff = to_beat * (1.0 - TIE)  # the solver ends where nothing is faster by more than the gap
     known = LayoutMemory() if known is None else known
     problem = _problem(task, layout, microbatches)
-    known.spent += BUILT
+    known.spent += _BUILT + _CHOICE * problem.choices
     first: Counted | None = None
     if floor is None and to_beat < math.inf and known.binds(microbatches):
         floor = 0.0  # within memory less is left to look for

@@ -286,7 +286,7 @@ class Evaluator:
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
-        self.work["packing"] += 1
+        self.work.update({"packing": 1, "unit packed": units.count})
         self.work["unit of ranks alone"] += pp * units.count * units.options * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["rank of whole units"] += pp * (bound.by == "whole")
@@ -303,7 +303,7 @@ class Evaluator:
         slack, table, capacity = placement.slack, self.table(candidate), self.capacity if capacity is None else capacity
         key, asked = (candidate, degrees, zero, capacity), cutoff / slack
         bound = self._timed.pop(key, None)
-        runs, numbers = bound.work if bound is not None and asked <= bound.cutoff else (0, 0)
+        numbers = bound.work if bound is not None and asked <= bound.cutoff else 0
         if bound is None or asked > bound.cutoff:
             units, outside = self._divisible(candidate, degrees, zero, placement)
             most = capacity + self._twice(candidate, degrees, zero, placement)
@@ -313,8 +313,8 @@ class Evaluator:
         seconds = bound.seconds if 0.0 < asked <= bound.seconds else bound.sharpen(sharp)
         if Sharp.QUICK < sharp < Sharp.LONG and not 0.0 < asked <= seconds:
             self._timed[key] = bound
-        self.work["action of divided units"] += (bound.work[0] - runs) * candidate.microbatches * candidate.stages
-        self.work["number of divided programs"] += bound.work[1] - numbers
+        self.work["pipeline timed"] += 1
+        self.work["number of divided programs"] += bound.work - numbers
         return max(known, seconds * slack)
 
     def _divisible(
