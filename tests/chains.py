@@ -38,13 +38,14 @@ def random_chain(
     boundary: int = 1,
     alike: bool = False,
     forbidden: float = 0.0,
+    choices: int = 3,
 ) -> Chain:
-    """Three kinds, boundaries of ``boundary`` binary variables, optionally one variable shared by all positions. ``alike``: the
-    variants of a kind differ in what single variables cost alone."""
+    """Three kinds, boundaries of ``boundary`` binary variables, optionally one variable of so many ``choices`` shared by all
+    positions. ``alike``: the variants of a kind differ in what single variables cost alone."""
     rng = np.random.default_rng(seed)
     kinds = []
     for _ in range(3):
-        sizes = (2,) * (2 * boundary) + (3 if shared else int(rng.integers(2, 4)),)
+        sizes = (2,) * (2 * boundary) + (choices if shared else int(rng.integers(2, 4)),)
         blocks = tuple(random_block(rng, sizes, forbidden) for _ in range(variants))
         if alike:
             blocks = tuple(BlockModel(sizes, block.unary, blocks[0].edges) for block in blocks)
@@ -53,5 +54,5 @@ def random_chain(
         kinds.append(Kind(blocks, costs, entry, leave, ((0, 2 * boundary),) if shared else ()))
     time_rows = rng.random((rows, RESOURCES)) * [1, 1, 0, 0]
     bytes_row, transient_rows = np.array([0, 0, 1.0, 0]), np.array([[0, 0, 0, 0.8], [0, 0, -0.5, 1.2]]) * transient
-    sizes = (3,) if shared else ()
+    sizes = (choices,) if shared else ()
     return Chain(tuple(kinds), sequence, sizes, time_rows, bytes_row, transient_rows, fixed_bytes=0.5, fixed_time=0.1)

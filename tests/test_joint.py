@@ -36,11 +36,12 @@ from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, TENSOR
-from meshwright.compiler.search.blockwise import WIDEST, one_device
+from meshwright.compiler.search.blockwise import WIDEST, one_device, solve_layout
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (
     Candidate,
     Floors,
+    Layout,
     MicrobatchSeconds,
     candidates,
     degrees_of,
@@ -54,7 +55,7 @@ from meshwright.compiler.search.search import SECONDS
 from meshwright.compiler.search.settled import settled
 from meshwright.compiler.search.stage_costs import StageCosts
 from meshwright.compiler.search.sweep import Sweep
-from meshwright.compiler.search.task import Task
+from meshwright.compiler.search.task import Task, Timing
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.dims import batch_size
@@ -63,11 +64,12 @@ from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import simulate
-from meshwright.footprint import footprints
+from meshwright.footprint import Footprints, footprints
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.mesh import ANY, PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Prediction
 from meshwright.ir.schedules import illegal, schedule_table
 from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
@@ -478,7 +480,7 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     found = []
     for glance in (Sweep._at_a_glance, lambda sweep, node, always: math.inf):
         monkeypatch.setattr(Sweep, "_at_a_glance", glance)
-        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.5)
+        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=1.5)
         run.begin()
         run.rest()
         found.append(run.solved[0])
@@ -790,6 +792,24 @@ def test_what_blocks_gather_and_reduce_is_counted_when_it_is_there(graph: Callab
     plan = make_plan(graph(), Cluster.parse("h100:1x4"), Pins(dp=4, tp=1, cp=1, **pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [1024, 32000])
+def test_the_leanest_of_all_choices_holds_what_is_counted(vocabulary: int) -> None:
+    """A search for the least memory finds whatever is not counted: values that are gathered whole for one operator, again for
+    its backward, or on their way into a loss."""
+    graph, held = llama(6, 1024, 64, 512, vocabulary, 4096), list[tuple[float, float]]()
+    where = Cluster.parse("a100-40g:2x4").with_memory(2**24)
+    task = Task(graph, where, rules_of(graph)[0], Pins(), "bf16", 8.0, 0.005, ("none", "full"))
+
+    def fits(plan: Plan) -> Prediction:
+        found = Footprints(task.rules, 8.0, where.device).fits(plan)
+        held.append((prediction_of(plan).bytes_per_rank, found.bytes_per_rank))
+        return found
+
+    with pytest.raises(OutOfMemoryError):
+        solve_layout(task, Layout(Mesh.of(x=2, y=4), {"x": ANY, "y": ANY}), 4, fits, Timing())
+    assert [counted / one for counted, one in held] == pytest.approx([1.0] * len(held), abs=0.04)
 
 
 def test_a_weight_of_several_parts_that_nobody_gathers_is_copied_once() -> None:

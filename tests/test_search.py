@@ -521,6 +521,27 @@ def test_more_room_is_asked_for_where_less_is_held_than_counted(held: float, aga
     assert found.bound_seconds == (8.0 if again else 9.0)
 
 
+def test_between_what_fits_and_what_does_not_is_more() -> None:
+    """After the leanest plan, which fits, and one that does not, nothing less than the leanest is asked for."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 100.5, 100.0))
+    begun = Counted(plan, 100.5, True, 0.5, "gap", settled=False)
+    asked = list[float]()
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        made = replace(plan, predicted=Prediction(5.0 + len(asked), limit, 100.0))
+        return Counted(made, limit, True, 5.0, "gap", settled=False)
+
+    def fits(one: Plan) -> Prediction:
+        counted = prediction_of(one).bytes_per_rank
+        return replace(prediction_of(one), bytes_per_rank={0: 99.5, 1: 101.5}.get(len(asked), counted - 0.7))
+
+    found = fitted(begun, within, fits, Cluster.parse("h100:1x1"), asked=99.0)
+    assert asked[0] > 100.5
+    assert 100.5 < asked[1] < asked[0]
+    assert found.seconds == 7.0
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)

@@ -51,6 +51,30 @@ def test_without_memory(seed, rows, shared, boundary, alike):
     check(random_chain(seed, rows=rows, shared=shared, boundary=boundary, alike=alike))
 
 
+@pytest.mark.parametrize(("seed", "rows"), [(230, 2), (247, 3), (291, 2)])
+def test_choices_that_prove_nothing_are_not_all_solved(monkeypatch: pytest.MonkeyPatch, seed: int, rows: int) -> None:
+    """Of twelve choices of a shared variable the best is one of the first; the gap that its own solve leaves is none that the
+    others could close."""
+    solved, leaf = list[object](), solving._leaf
+    monkeypatch.setattr(solving, "_leaf", lambda *args: (solved.append(args), leaf(*args))[1])
+    chain = random_chain(seed, rows=rows, shared=True, choices=12)
+    got, want = solve(chain, gap=1e-4), brute_force(chain)
+    assert len(solved) <= 6
+    assert got.bound <= want.time * (1 + EXACT)
+    assert got.time == pytest.approx(want.time)
+
+
+def test_what_is_looked_up_counts_as_effort() -> None:
+    """A chain that is priced again where it was looks its tables up, and still takes its time."""
+    chain = random_chain(1, rows=2)
+    pricer = Pricer(chain, Effort(np.inf))
+    at = search.Search(chain, pricer, 0.005)._multipliers(0.0, 1.0)
+    pricer.price(at, {})
+    first = pricer.effort.spent
+    pricer.price(at, {})
+    assert first < pricer.effort.spent < 2 * first
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.floats(0, 1), st.booleans())
 @example(3, 3, True, 0.21875, False)  # its flow program closes between the 20th and the 50th node

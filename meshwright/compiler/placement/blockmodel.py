@@ -309,7 +309,7 @@ class Builder:
         more = self.tables.gathers_back(name, sources, targets) - np.array(needs)[None, :] - edge.table[:, :, SAVED]
         more = np.where(np.isfinite(more), np.maximum(more, 0.0), 0.0)
         if more.any():
-            model.edges[-1] = replace(edge, table=edge.table + more[:, :, None] * TRANSIENT_ROWS[0])
+            model.edges[-1] = replace(edge, table=self.tables.more(edge.table, more[:, :, None] * TRANSIENT_ROWS[0]))
 
     def _output(self, model: Model, name: str, made: Place) -> None:
         """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""
@@ -401,24 +401,24 @@ class Builder:
         lying = _Lying(model, ops, self.tables)
         held = [_Held(self, lying, at, one) for at, one in enumerate(alive)
                 if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
+        again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
+                 for one in held]
         found = dict[int, _Held]()
-        for of in (np.min, np.max):
+        for of, part in ((np.min, 0.0), (np.max, 1.0)):  # some choices gather far more again than there is else
             there = kept.bytes(of) + _weights(self, model, of)
-            worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
-            found |= {worst.at: worst} if worst is not None else {}
-        if position.block < 0 and len(found) == 1:  # choices in which a head gathers far more than is there else
-            again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
-                     for one in held]
-            found |= {held[n].at: held[n] for n in [again.index(max(again))] if again[n]} if again else {}
+            bytes_ = [one.bytes(of) + float(there[one.at]) + part * more for one, more in zip(held, again, strict=True)]
+            found |= {one.at: one for one in held if one is held[bytes_.index(max(bytes_))]}
+        if len(found) == 1 and max(again):
+            found |= {one.at: one for one in held if one is held[again.index(max(again))]}
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
             kept.put(moment, at)
             found[at].put(moment)
-        model.edges = [
-            replace(e, table=self.tables.held(e.table, tuple(at >= max(until, 0) for at in model.moments),
-                                              tuple(at == until for at in model.moments)))
-            for e, until in zip(model.edges, kept.until, strict=True)
-        ]
+        least = max((one.bytes(np.min) for one in found.values()), default=0.0)
+        for number, (e, until) in enumerate(zip(model.edges, kept.until, strict=True)):
+            there = self.tables.held(e.table, tuple(at >= max(until, 0) for at in model.moments),
+                                     tuple(at == until for at in model.moments))
+            model.edges[number] = replace(e, table=self.tables.running(e.table, there, least))
         for name in position.entry:
             if self.graph.values[name].differentiable:
                 var, states = model.states[name]

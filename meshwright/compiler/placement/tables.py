@@ -56,6 +56,10 @@ class Paths:
     gathered: Flags
 
 
+_RUNNING: Mapping[str, float] = {"all_gather": 2.0, "all_to_all": 4.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
+"""What a collective has while it runs, in sizes of the larger of what it reads and makes: these, and copies."""
+
+
 @lru_cache(maxsize=1 << 12)
 def paths(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Paths:
     """The reshards of all pairs: their steps depend neither on the mesh nor on sizes, and a search asks for the same ones
@@ -226,6 +230,32 @@ class ResourceTables:
             self._tables["of", id(more)] = table  # its id is a key as long as it is there
             if found is not None:
                 self._moves[id(more)] = found
+        return self._tables[key]
+
+    def more(self, table: Array, more: Array) -> Array:
+        """A table of reshards with more of some resources."""
+        found = table + more
+        if id(table) in self._moves:
+            self._tables["more", id(found)] = found  # its id is a key as long as it is there
+            self._moves[id(found)] = self._moves[id(table)]
+        return found
+
+    def running(self, table: Array, held: Array, least: float) -> Array:
+        """What ``held`` says of a table of reshards, with what the largest step of a forward has while it runs, where that is
+        beyond ``least`` bytes, which some moment of the backward has anyway."""
+        moves, whole, seconds = self._moves.get(id(table), (None, 0.0, np.zeros(0)))
+        each = [_RUNNING.get(STEPS[kind][0], 0.0) * whole / self.mesh.size(split)
+                for kind, _, split in (moves.steps if moves is not None else ())]
+        if moves is None or max(each, default=0.0) <= least:
+            return held
+        key = "running", id(held), least
+        if key not in self._tables:
+            more = held.copy()
+            largest = ((moves.counts > 0) * np.array(each)).max(axis=-1)
+            more[:, :, TRANSIENT] += np.where(largest > least, largest, 0.0)
+            self._tables[key] = more
+            self._tables["running of", id(more)] = held  # its id is a key as long as it is there
+            self._moves[id(more)] = moves, whole, seconds
         return self._tables[key]
 
     def first_of_all(self, table: Array, stays: bool) -> Array:

@@ -110,7 +110,7 @@ def fitted(
     DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
-    counted, rounds, bound, widest = first, 0, math.inf, -math.inf
+    counted, rounds, bound, widest, least = first, 0, math.inf, -math.inf, (0.0, 0.0)
     asked = asked if asked is not None else first.limit_bytes if first.limited else math.inf
 
     def proven(one: Fitted) -> Fitted:
@@ -128,6 +128,7 @@ def fitted(
         if predicted.fits:
             if best is None or predicted.step_seconds < best.seconds:
                 best = Fitted(plan, counted.bound_seconds, counted.status, counted.limited)
+            least = max(least, (prediction_of(counted.plan).bytes_per_rank, predicted.bytes_per_rank))
             if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
                 return proven(best)
         elif leanest:
@@ -143,6 +144,9 @@ def fitted(
                 return proven(best)
         else:
             asked *= counted.limit_bytes
+        if asked <= least[0] < counted.limit_bytes and not predicted.fits:  # less than what is known to fit: between the two
+            part = (predicted.capacity_bytes - least[1]) / (predicted.bytes_per_rank - least[1])
+            asked = least[0] + part * (counted.limit_bytes - least[0])
         try:
             counted = within(asked)
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
