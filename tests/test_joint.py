@@ -758,6 +758,22 @@ def test_what_the_last_micro_batch_of_a_pipeline_needs_counts(graph: Callable[[]
     assert [counted[rank] for rank in full] == pytest.approx([held[rank] for rank in full], rel=0.02)
 
 
+@pytest.mark.parametrize(("vocabulary", "pins"), [
+    (16384, {"dp": 2, "tp": 1, "zero": 1}),
+    (16384, {"dp": 2, "tp": 2, "zero": 2}),
+    (1024, {"dp": 2, "tp": 1, "zero": 1}),
+], ids=["a head", "a piece of a head", "added in place"])
+def test_gradients_of_weights_count_while_they_are_made(vocabulary: int, pins: dict[str, Any]) -> None:
+    """Of a head, too, beside that of its logits, which is no wider than it is. In fp32 each is gone when it has been added to
+    the sum of the micro-batches before; of a piece of a weight FSDP2 takes a copy."""
+    graph, where = llama(8, 512, 16, 64, vocabulary, 2048, "fp32"), Cluster.parse(f"h100:{pins['tp']}x8")
+    pins = {"pp": 4, "schedule": "1f1b", "microbatches": 8, "recompute": "none", **pins}
+    plan = make_plan(graph, where, Pins(**pins), precision="fp32")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
+    held = footprints(plan, rules_of(plan.graph)[0], 8.0)
+    assert list(counted) == pytest.approx([held[rank].bytes for rank in range(4)], rel=0.012)
+
+
 @pytest.mark.parametrize("pins", [
     {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
     {"dp": 4, "tp": 1, "zero": 1, "recompute": "selective", "microbatches": 2},

@@ -60,6 +60,12 @@ class RowGradients:
         return sum(one.made for one in self.families) + self.loose
 
     @property
+    def stays(self) -> float:
+        """Bytes of those that are there as they are made until the backward is done: the rest is added to sums."""
+        adds = self.several and self.wide == 1.0
+        return sum(one.made for one in self.families if one.zero >= 2 or not adds) + self.loose
+
+    @property
     def reduced(self) -> tuple[float, float]:
         """Bytes of the buffers that are reduced behind every micro-batch, of all sets of ranks but the last, and of that, which
         stays until another one is needed."""
@@ -104,24 +110,24 @@ class StageMemory:
         each = [self.gradients(row.uses, degrees, variant, several) for row in placement.rows]
         roots, saved = np.array([not row.block for row in placement.rows]), run[:, SAVED]
         reduced = np.array([one.reduced for one in each])
-        running = self._running(placement, degrees, variant, run, once, reduced.sum(axis=1), pending)
-        made, loose = np.array([(one.made, one.loose) for one in each]).T
+        running = self._running(placement, degrees, variant, run, once, each, pending)
+        made, loose, stays = np.array([(one.made, one.loose, one.stays) for one in each]).T
         if not variant.data_axes:
             ended = once[:, GRADIENTS] * (2 if degrees.pp > 1 else 1 + several)
         else:
-            ended = made + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
+            ended = stays + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
         nothing, at = 0.0 * saved, list(placement.sequence)
         if pending is not None or degrees.pp == 1:
             alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved) if pending is None else running,
                      "released": np.maximum(saved - pending, 0.0) if pending is not None else saved}
             return {name: alone.get(name, nothing)[at] for name in BESIDE}
-        running = np.maximum(running, np.where(roots, made, ended) - saved)
+        running = np.maximum(running, np.where(roots, stays, ended) - saved)
         last, left = np.array([(one.last, one.left) for one in each]).T
         gone, done = saved - np.where(roots, made, left), np.where(roots, last - made, 0.0)
         found = {
-            "transient": running, "released": saved - made * roots,
+            "transient": running, "released": saved - stays * roots,
             "ended": np.where(roots, 0.0, ended + reduced[:, 1] - saved),
-            "closed": np.where(roots, ended + reduced.sum(axis=1) - made, 0.0),
+            "closed": np.where(roots, ended + reduced.sum(axis=1) - stays, 0.0),
             "last": nothing, "freed": nothing, "finished": nothing,
         }
         if variant.data_axes and not several:
@@ -155,8 +161,8 @@ class StageMemory:
         return RowGradients(tuple(found.values()), loose, self.wide, several)
 
     def _running(
-        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, once: Array, reduced: Array,
-        pending: Array | None,
+        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, once: Array,
+        each: Sequence[RowGradients], pending: Array | None,
     ) -> Array:
         """Bytes beside what is kept while each row runs, in a pipeline without what reductions have left; where some backward
         is split, while each gradient goes its own way to its sum, too."""
@@ -167,9 +173,11 @@ class StageMemory:
         if degrees.pp == 1:
             working += [row.beside_output for row in placement.rows]
         else:
-            working -= np.minimum(reduced, kept)
+            working -= np.minimum([sum(one.reduced) for one in each], kept)
         if pending is None:
-            return working
+            more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
+                    for row, one in zip(placement.rows, each, strict=True)]
+            return np.asarray(working + np.array(more) * (degrees.pp > 1))
         apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
         apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
         first, beside = placement.sequence[0], placement.sequence[min(1, len(placement.sequence) - 1)]

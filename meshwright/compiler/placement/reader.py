@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,19 @@ from meshwright.ir.sharding import Sharding
 
 LIGHT = 1e-3
 """Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
+
+
+class _BackwardPeak(NamedTuple):
+    """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``).
+
+    without: no gradients of weights
+    with_weights: with them in the compute dtype, where each stays, or is added to a sum; the same where pieces are copied
+    weights: those of all weights
+    """
+
+    without: float
+    with_weights: tuple[float, ...]
+    weights: float
 
 
 @dataclass
@@ -102,10 +116,11 @@ class SolutionReader:
         for bytes_, kept in self._handed_back(at, self.problem.serves(at), chosen):
             plain[SAVED] -= bytes_ * (handed_back(self.count) - kept)
         beside, waiting = self._gradients(at, chosen)
-        alive, made = self._backward_peak(at, chosen)
+        alive = self._backward_peak(at, chosen)
         entering = sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.i in model.entry)
-        plain[TRANSIENT] = max(plain[TRANSIENT], alive) - beside
-        block = position.block >= 0
+        block, least = position.block >= 0, plain[TRANSIENT]
+        plain[TRANSIENT] = max(least, alive.with_weights[0] if block else alive.without) - beside
+        with_weights = tuple(max(least, of) - beside - plain[TRANSIENT] for of in alive.with_weights)
         activations, within, once = {}, dict[str, Vector](), self._once(at, chosen)
         ways = self.problem.open(at) if block else self.problem.block_variants[:1]
         costs = self.problem.costs(at, ways, chosen) if len(ways) > 1 else []
@@ -119,8 +134,8 @@ class SolutionReader:
             within[name] = self._per_microbatch(apart)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
-            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting, made, entering,
-            self._prologue(at, once, within),
+            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
+            alive.weights * block, with_weights, entering, self._prologue(at, once, within),
         )
 
     def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:
@@ -218,20 +233,19 @@ class SolutionReader:
             total += problem.tables.costs.waited_for(op, operator, assignment, both, weights)
         return total
 
-    def _backward_peak(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
-        """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's
-        weights in the compute dtype among them, and all of the latter. None of a mixture: experts may be shared out later."""
+    def _backward_peak(self, at: int, chosen: Sequence[int]) -> _BackwardPeak:
+        """Of a position's backward. None of a mixture: experts may be shared out later."""
         graph, model, tables = self.folded.graph, self.problem.model(at), self.problem.tables
         ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.rules.operators
         if EXPERTS in {op.target for op in ops}:
-            return 0.0, 0.0
+            return _BackwardPeak(0.0, (0.0, 0.0, 0.0, 0.0), 0.0)
         released, steps = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))], list[BackwardStep]()
         readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
         for e in model.edges:
             if (last := readers.get(e.j, e.j)) < len(ops):
                 released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
         weights, inside = {param.value for param in graph.params}, {name for op in ops for name in op.inputs}
-        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
+        trained = {param.value for param in graph.params if param.trainable}
         for i in reversed(range(len(ops))):
             op, placed = ops[i], model.placed[i][chosen[i]]
             lost, passed = operators[op.target].kind == "loss", self.passed[op.name]
@@ -240,11 +254,15 @@ class SolutionReader:
                         if graph.values[name].differentiable and name not in weights]
             results = {name: tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
                        if graph.values[name].differentiable}
-            made = sum(graph.values[name].numel / tables.mesh.size(state.split_axes) * tables.costs.itemsize
-                       for name, state in zip(op.inputs, placed.operands, strict=True) if name in trained)
-            steps.append(BackwardStep(results, operands, passed, made, space, released[i], lost))
+            parts = {name: tables.mesh.size(state.split_axes) for name, state in zip(op.inputs, placed.operands, strict=True)
+                     if name in trained}
+            made = {name: graph.values[name].numel / ranks * tables.costs.itemsize for name, ranks in parts.items()}
+            copied = max((bytes_ for name, bytes_ in made.items() if parts[name] > 1), default=0.0)
+            steps.append(BackwardStep(results, operands, passed, sum(made.values()), space, released[i], lost, copied))
         leaving = {name: bytes_ for step in steps for name, bytes_ in step.results.items() if name not in inside}
-        return backward_peak(steps, leaving), sum(step.weights for step in steps)
+        without = backward_peak([step._replace(weights=0.0) for step in steps], leaving, stay=True, copies=False)
+        found = [backward_peak(steps, leaving, stay, copies) for copies in (False, True) for stay in (True, False)]
+        return _BackwardPeak(without, tuple(found), sum(step.weights for step in steps))
 
     def _space(self, op: Op, placed: Placed) -> float:
         """Bytes beside all else while the backward of a call runs."""

@@ -110,6 +110,8 @@ class PlacedPosition:
         pipeline, which puts it among those of all micro-batches before
     waiting: bytes of the gradients from which those of weights are made, which wait for W where the backward is split
     made: bytes of the gradients of a block's weights in the compute dtype, those at its worst moment among its transient bytes
+    with_weights: bytes that its worst moment has more in a pipeline, where gradients of its weights, in the compute dtype, stay
+        until its backward is done, and where each is added to a sum when it is made; the same where pieces are copied
     entering: bytes saved of what it is handed, among those of its activations
     prologue: seconds of what is made of inputs alone, once a step
     """
@@ -124,6 +126,7 @@ class PlacedPosition:
     beside_output: float = 0.0
     waiting: float = 0.0
     made: float = 0.0
+    with_weights: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     entering: float = 0.0
     prologue: PrologueSeconds = PrologueSeconds()
 

@@ -110,8 +110,9 @@ def handed_back(microbatches: int) -> int:
 class BackwardStep(NamedTuple):
     """The backward of one operator: ``results`` and ``operands``, bytes of the gradient of each that has one (a value may be
     two operands); ``passed``: operands whose gradient is that of the result; ``weights``: bytes of the gradients of weights
-    that it makes, which stay; ``space``: bytes beside while it runs; ``released``: bytes that nothing keeps any more when it is
-    done; ``own``: whether its space holds the gradients that it makes."""
+    that it makes; ``copied``: of the largest of these that is a piece of a weight, of which FSDP2 takes a copy;
+    ``space``: bytes beside while it runs; ``released``: bytes that nothing keeps any more when it is done;
+    ``own``: whether its space holds the gradients that it makes."""
 
     results: Mapping[str, float]
     operands: Sequence[tuple[str, float]]
@@ -120,19 +121,21 @@ class BackwardStep(NamedTuple):
     space: float
     released: float
     own: bool = False
+    copied: float = 0.0
 
 
-def backward_peak(steps: Iterable[BackwardStep], leaving: Mapping[str, float]) -> float:
+def backward_peak(steps: Iterable[BackwardStep], leaving: Mapping[str, float], stay: bool, copies: bool) -> float:
     """Bytes of gradients and space beyond what was kept when a backward begins, at its worst moment. ``steps``: in the order of
-    the backward, each after what reads its results; ``leaving``: gradients that it begins with."""
+    the backward, each after what reads its results; ``leaving``: gradients that it begins with; ``stay``: whether gradients of
+    weights do, else each is gone when it is made, for it is added to a sum; ``copies``: whether those of pieces are copied."""
     alive, released, peak, weights = dict(leaving), 0.0, sum(leaving.values()), 0.0
     for step in steps:
         if not any(name in alive for name in step.results):
             released += step.released
             continue
-        weights += step.weights
+        weights = weights * stay + step.weights
         made = sum(bytes_ for name, bytes_ in step.operands if name not in step.passed) * (not step.own)
-        peak = max(peak, sum(alive.values()) + made + weights + step.space - released)
+        peak = max(peak, sum(alive.values()) + made + weights + step.copied * copies + step.space - released)
         handed = max((alive.pop(name) for name in step.results if name in alive), default=0.0)
         for name, bytes_ in step.operands:  # of a total's operand it is one number, seen as many
             alive[name] = max(min(bytes_, handed) if name in step.passed else bytes_, alive.get(name, 0.0))
