@@ -921,7 +921,7 @@ def test_a_table_that_encoder_and_decoder_read_on_one_rank_is_counted_once() -> 
 @pytest.mark.parametrize(
     ("graph", "cluster", "pins", "least", "most"),
     [
-        (partial(llama, 8, 512, 16, 1024, 512), "h100:1x4", {"dp": 1, "tp": 1, "microbatches": 16}, -0.01, 0.01),
+        (partial(llama, 8, 512, 16, 1024, 512), "h100:1x4", {"dp": 1, "tp": 1, "microbatches": 16}, -0.01, 0.02),
         (partial(llama, 4, 512, 16, 256, 16384), "h100:1x8", {"dp": 1, "tp": 2, "microbatches": 8}, -0.01, 0.01),
         (partial(llama, 4, 512, 16, 256, 16384), "h100:1x8", {"dp": 2, "tp": 1, "microbatches": 8}, -0.01, 0.025),
     ],
@@ -931,10 +931,26 @@ def test_what_waits_between_the_halves_of_a_backward_counts(
     graph: Callable[[], Graph], cluster: str, pins: dict[str, Any], least: float, most: float
 ) -> None:
     """Gradients that wait for the weights of a norm, too, which are factors; the gradient of a head and its copies while it is
-    summed, when those of other micro-batches wait. The last stage's logits are counted of all micro-batches."""
+    summed, when those of other micro-batches wait. The last stage's logits are counted of all micro-batches, and what every
+    stage receives early."""
     plan = make_plan(graph(), Cluster.parse(cluster), Pins(pp=4, schedule="zb", **pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert least <= counted / prediction_of(plan).bytes_per_rank - 1 <= most
+
+
+@pytest.mark.parametrize(("graph", "pins"), [
+    (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 4, "dp": 1, "tp": 1, "schedule": "zb"}),
+    (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
+    (partial(gpt, 8, 1024, 8, 16, 512, 16384), {"pp": 2, "dp": 1, "tp": 2, "schedule": "zbv", "microbatches": 4}),
+], ids=["ranks alone", "data ranks", "v"])
+def test_each_half_of_a_backward_has_what_it_needs_at_its_own_moments(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
+    """Gradients of activations are there in I, beside those that wait, those of weights and their copies in W, as that of a
+    table in a stage of its own; logits of a micro-batch at work while its head runs. On every rank."""
+    where = Cluster.parse(f"h100:1x{pins['pp'] * pins['dp'] * pins['tp']}")
+    plan = make_plan(graph(), where, Pins(**{"microbatches": 8, **pins}), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
+    held = footprints(plan, rules_of(plan.graph)[0], 8.0)
+    assert all(-0.01 <= counted[rank] / held[rank].bytes - 1 <= 0.025 for rank in range(pins["pp"]))
 
 
 def test_gradients_of_experts_that_no_other_rank_has_count_beside_their_copies_and_sums() -> None:
@@ -951,7 +967,7 @@ def test_gradients_of_experts_that_no_other_rank_has_count_beside_their_copies_a
 
 def test_what_a_stage_receives_counts() -> None:
     """What is received early and waits to be read, however many micro-batches there are; what those in flight entered with, and
-    what they sent on, is among what units save."""
+    what they sent on, is among what units save; the logits of the micro-batch at work are among what its head needs."""
     graph = llama(4, 512, 32)
     run = search(graph, "h100:1x2", 4 * GIB).bounds
     placement = run.placements.of(1, 1)
@@ -960,7 +976,7 @@ def test_what_a_stage_receives_counts() -> None:
     for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
         alone = placement.made_alone(count)  # tables of positions and the shifted labels
-        beside = [alone + received[0] * hidden, alone + received[1] * hidden + (count + 1) * placement.outputs]
+        beside = [alone + received[0] * hidden, alone + received[1] * hidden + count * placement.outputs]
         capacity = run.evaluator.capacity
         assert capacity - run.evaluator.room(candidate, placement, capacity) == pytest.approx(beside), candidate
     logits = next(graph.values[name] for name in graph.outputs if graph.values[name].shape)

@@ -92,8 +92,8 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
 
 
 def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
-    """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward, what
-    its last reduction has left then and while others do, and what it needs for its last micro-batch."""
+    """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs B or I, what its
+    last reduction has left then and while others do, and what it needs for W, or for its last micro-batch where it has none."""
     saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
     left, summed = [left_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
     beside = [(transient_by_hand(part), transient_by_hand(part, bytes_)) for part, bytes_ in zip(parts, left, strict=True)]
@@ -102,15 +102,29 @@ def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
         held, most, there = sum(u.state for s in table.stages_of(rank) for u in parts[s]), 0.0, set[int]()
         for s, kind, _ in actions:
             others = sum(left[other] for other in there - {s})
-            most = max(most, held + others + beside[s][s in there] if kind != "F" else 0.0)
+            most = max(most, held + others + beside[s][s in there] if kind in "BI" else 0.0)
+            most = max(most, held + summed[s] * (s not in there) + final_by_hand(parts[s]) if kind == "W" else 0.0)
             held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             if kind in "BW" and s not in there:
                 there.add(s)
                 held += summed[s]
                 most = max(most, held + others + beside[s][1])
-        final = max(saved[s] + final_by_hand(parts[s]) for s in table.stages_of(rank))
+        whole = set(table.stages_of(rank)) - {s for s, kind, _ in actions if kind == "W"}
+        final = max((saved[s] + final_by_hand(parts[s]) for s in whole), default=0.0)
         found.append(max(most, held + final))
     return found
+
+
+@pytest.mark.parametrize("setting", [one for one in SETTINGS if one[0].startswith("z")], ids=lambda s: "-".join(map(str, s)))
+def test_a_first_stage_has_all_of_a_split_backward_in_its_second_half(setting: tuple[str, int, int, int]) -> None:
+    """All that it saved waits for W, which is a whole backward; nothing more is there in I."""
+    for seed in range(4):
+        units = [replace(u, first=2.0 * u.saved + u.transient) for u in random_units(10, seed)]
+        found, table = cut(units, setting[1], setting[2], setting[0], setting[3]), schedule_table(*setting)
+        parts = [units[a:b] for a, b in itertools.pairwise(found.boundaries)]
+        nothing = dict.fromkeys(("transient", "released", "behind", "gathered", "ended", "closed", "finished", "first"), 0.0)
+        parts[0] = [replace(u, pending=u.saved, last=u.first, freed=u.saved, **nothing) for u in parts[0]]
+        assert list(found.memory) == pytest.approx(memory_by_hand(table, parts))
 
 
 def bound_of(

@@ -225,24 +225,28 @@ def simulate(
 
 def peak_bytes(
     table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike = 0.0, transient: ArrayLike = 0.0,
-    reducing: ArrayLike = 0.0,
+    reducing: ArrayLike = 0.0, later: ArrayLike = 0.0, final: ArrayLike = 0.0,
 ) -> np.ndarray:
     """The most bytes of saved activations and summed gradients a rank holds at once: float [pp] or [pp, K].
 
     ``saved``: bytes per micro-batch of every stage ([stages] or [stages, K]) from F to B or I; ``pending``: what is left of
     them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on;
-    ``transient``: bytes beside these while a backward of the stage runs; ``reducing``: bytes that its last reduction leaves
-    until it runs backward again.
+    ``transient``: bytes beside these while a B or I of the stage runs, and so many ``later`` more once it has gradients;
+    ``reducing``: bytes that its last reduction leaves until it runs backward again; ``final``: bytes beside the former while
+    a W runs, or the last B (``Table.closing``).
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
-    columns = np.array([held, left, *(np.broadcast_to(one, held.shape) for one in (summed, reducing))])
-    beside, peaks = np.broadcast_to(transient, held.shape), []
-    for rank, (counts, begin) in enumerate(table.side_by_side):
-        own = list(table.stages_of(rank))
-        bytes_ = counts @ columns[:, own].reshape(counts.shape[1], *held.shape[1:])
-        peaks.append((np.maximum.reduceat(bytes_, begin, axis=0) + beside[own]).max(axis=0))
-    return np.array(peaks)
+    there, more, reduced = (np.broadcast_to(one, held.shape) for one in (summed, later, reducing))
+    ways = [(table.side_by_side, np.array([held, left, there + more, reduced]), np.broadcast_to(transient, held.shape)),
+            (table.closing_side_by_side, np.array([held, left, there, 0.0 * held]), np.broadcast_to(final, held.shape))]
+    peaks = np.zeros((table.pp, *held.shape[1:]))
+    for moments, columns, beside in ways:
+        for rank, (counts, begin) in enumerate(moments):
+            own = list(table.stages_of(rank))
+            bytes_ = counts @ columns[:, own].reshape(counts.shape[1], *held.shape[1:])
+            peaks[rank] = np.maximum(peaks[rank], (np.maximum.reduceat(bytes_, begin, axis=0) + beside[own]).max(axis=0))
+    return peaks
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds

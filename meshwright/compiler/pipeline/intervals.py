@@ -66,6 +66,7 @@ class Unit:
     last: float = 0.0
     freed: float = 0.0
     finished: float = 0.0
+    first: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -150,6 +151,7 @@ class Intervals:
     peak, inner, last: [2, options, n], bytes beside what is kept of a unit that ends a stage, of one that others follow there,
         and of the former but as it is reduced; where others come before it there, and where none do
     final: [options, n], the same of a step's last micro-batch
+    first: [options, n], the same where a backward is split, of the first stage
     gone: [options, 5, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     reduced: [options, n], bytes that a stage's last reduction leaves where it begins with a unit and has no root
@@ -163,6 +165,7 @@ class Intervals:
     inner: np.ndarray
     last: np.ndarray
     final: np.ndarray
+    first: np.ndarray
     gone: np.ndarray
     ends: np.ndarray
     reduced: np.ndarray
@@ -189,7 +192,7 @@ class Intervals:
         cls, columns: np.ndarray, beside: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
         positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [11,
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [12,
         options, units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward
         and backward [units]."""
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
@@ -197,6 +200,8 @@ class Intervals:
         inside[3] = 0.0
         peak, inner, last = np.stack([alive_at_most(each, positions[:-1]) for each in (inside, beside)], axis=1)
         final = alive_at_most(at_last(beside), positions[:-1])[0]
+        at_first = np.stack([beside[11], columns[4], *0.0 * beside[:3]])
+        first_stage = alive_at_most(at_first, positions[:-1])[0] * beside[11].any()
         columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10]]])
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
@@ -208,7 +213,7 @@ class Intervals:
                 sums[3, :, one.at + 1 :] -= one.bytes_
                 sums[8:10, :, one.at + 1 :] -= one.root
         several, alone = tuple(one for one in there if one.before < one.at), len(positions) == len(value) + 1
-        sides, first = (peak, inner, last, final, sums[7:].transpose(1, 0, 2), outer), beside[5][:, at[:-1]]
+        sides, first = (peak, inner, last, final, first_stage, sums[7:].transpose(1, 0, 2), outer), beside[5][:, at[:-1]]
         return cls(sums[:7], *sides, first, crossing[0], crossing[1], several, alone)
 
     @property
@@ -235,7 +240,15 @@ class Intervals:
             if self.final.any():
                 final[:, i, i + 1 :] = _behind(self.final[:, i:], self.final[:, i:], self.gone[:, 3, i:])
         most, final = np.maximum(most, closed - released), np.maximum(final, finished - freed)
+        if self.splits:  # torch leaves all of the first stage to W
+            most[:, 0] = last[:, 0] = 0.0
+            final[:, 0, 1:] = np.maximum(_behind(self.first, self.first, self.prefix[4]), 0.0)
         return Transients(most, np.maximum(last + left - most, 0.0), left, final)
+
+    @property
+    def splits(self) -> bool:
+        """Whether some backward is split."""
+        return bool(self.first.any())
 
     @property
     def transient(self) -> np.ndarray:
@@ -250,7 +263,9 @@ class Intervals:
     @functools.cached_property
     def least_transient(self) -> np.ndarray:
         """The same of ``transient`` if every unit has the option of least, and those behind it that which releases most."""
-        return _of_intervals(np.maximum, self.peak[1].min(axis=0), self.most_released)
+        found = _of_intervals(np.maximum, self.peak[1].min(axis=0), self.most_released)
+        found[0] *= not self.splits
+        return found
 
     @functools.cached_property
     def most_released(self) -> np.ndarray:
@@ -268,6 +283,7 @@ class Intervals:
     def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """The sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [7, S, K]."""
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
+        stage[5] = np.where(self.splits & (cuts[:, :-1] == 0), stage[4], stage[5])
         stage[4:6] += self.ends[options, 0, cuts[:, :-1]] + self.ends[options, 1, cuts[:, 1:] - 1]
         for one in self.shared:
             stage[3] -= one.bytes_ * ((cuts[:, :-1] <= one.before) & (one.at < cuts[:, 1:]))
@@ -277,6 +293,8 @@ class Intervals:
     def matrices(self) -> np.ndarray:
         """The sums of every interval, [7, options, n + 1, n + 1]."""
         found = self.prefix[:, :, None, :] - self.prefix[:, :, :, None]
+        if self.splits:
+            found[5, :, 0] = found[4, :, 0]
         found[4:6, :, :-1, 1:] += self.ends[:, 0, :, None] + self.ends[:, 1, None, :]
         for one in self.shared:
             found[3, :, : one.before + 1, one.at + 1 :] -= one.bytes_
@@ -430,14 +448,15 @@ def _allowed(band: np.ndarray, count: int, stage: int, stages: int) -> np.ndarra
     return matrix
 
 
-def stage_memory(units: Intervals, moments: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``moments``: int [k, 3], see ``Table.moments``."""
+def stage_memory(units: Intervals, moments: np.ndarray, closing: np.ndarray, stage: int, stages: int) -> np.ndarray:
+    """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``moments``, ``closing``: int [k, 3], as of a
+    ``Table``."""
     rows, columns = _band(units.count, stage, stages)
     state, saved, pending, summed = units.matrices[3:, :, rows, columns]
     transient, later, _, final = (of[:, rows, columns] for of in units.beside)
-    held = [state + full * saved + (half * pending if half else 0.0) + (summed + later if there else 0.0)
-            for full, half, there in moments.tolist()]
-    bytes_ = np.maximum(functools.reduce(np.maximum, held) + transient, state + saved + summed + final)
+    held, last = ([state + full * saved + (half * pending if half else 0.0) + (summed + more if there else 0.0)
+                   for full, half, there in counts.tolist()] for counts, more in ((moments, later), (closing, 0.0)))
+    bytes_ = np.maximum(functools.reduce(np.maximum, held) + transient, functools.reduce(np.maximum, last) + final)
     return _allowed(bytes_, units.count, stage, stages)
 
 

@@ -29,7 +29,7 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    beside: [11, options, units], what is there of units beside that (``transients.BESIDE``)
+    beside: [12, options, units], what is there of units beside that (``transients.BESIDE``)
     work: [options, units]
     stage: of every unit, of the rank's own
     moments: counts and where each stage's begin, see ``Table.side_by_side``
@@ -52,7 +52,7 @@ class _Rank:
     def fits(self, ways: np.ndarray) -> np.ndarray:
         """Whether the rank holds its units so at its fullest moment, of each of the ``ways`` [..., units]."""
         most = self._bytes(ways).max(axis=-1)
-        if self.beside[8:].any():
+        if self.beside[8:11].any():
             saved, _, summed, state = self.held[:, ways, self.units]
             final = beside_of(self.beside[:, ways, self.units], self.begin).final
             last = (np.add.reduceat(saved, self.begin, axis=-1) + final).max(axis=-1)
@@ -138,7 +138,7 @@ def lighten(
     """Ways to choose the option of every unit, [ways, n], from one under which a cut fits.
 
     ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``beside``:
-    [11, options, n], as of ``_Rank``; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and
+    [12, options, n], as of ``_Rank``; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and
     the end; ``capacity``: bytes of every rank [pp].
     """
     orders = _orders(table.stages // table.pp)

@@ -49,10 +49,8 @@ class Cutting:
         """Bytes of every rank at its peak: float [pp, K]. ``sums``: of all stages (``Intervals.sums``), if they are known."""
         state, saved, pending, summed = (self.units.sums(cuts, options) if sums is None else sums)[3:]
         transient, later, left, final = (of[options, cuts[:, :-1], cuts[:, 1:]].T for of in self.units.beside)
-        held = peak_bytes(self.table, saved, pending, summed + later, transient, left - later)
-        last = np.zeros(held.shape)
-        np.maximum.at(last, np.array(self.table.stage_rank), saved + final)
-        return np.asarray(self._of_ranks(state) + np.maximum(held, self._of_ranks(summed) + last))
+        held = peak_bytes(self.table, saved, pending, summed, transient, left - later, later, final)
+        return np.asarray(self._of_ranks(state) + held)
 
     def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""

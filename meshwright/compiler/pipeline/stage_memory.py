@@ -60,6 +60,11 @@ class RowGradients:
         return sum(one.made for one in self.families) + self.loose
 
     @property
+    def whole(self) -> float:
+        """Bytes of their sums where nothing is reduced."""
+        return self.made * self.wide
+
+    @property
     def stays(self) -> float:
         """Bytes of those that are there as they are made until the backward is done: the rest is added to sums."""
         adds = self.several and self.wide == 1.0
@@ -110,7 +115,7 @@ class StageMemory:
         each = [self.gradients(row.uses, degrees, variant, several) for row in placement.rows]
         roots, saved = np.array([not row.block for row in placement.rows]), run[:, SAVED]
         reduced = np.array([one.reduced for one in each])
-        running = self._running(placement, degrees, variant, run, once, each, pending)
+        running = self._running(placement, degrees, variant, run, once, each)
         made, loose, stays = np.array([(one.made, one.loose, one.stays) for one in each]).T
         if not variant.data_axes:
             ended = once[:, GRADIENTS] * (2 if degrees.pp > 1 else 1 + several)
@@ -118,8 +123,9 @@ class StageMemory:
             ended = stays + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
         nothing, at = 0.0 * saved, list(placement.sequence)
         if pending is not None or degrees.pp == 1:
-            alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved) if pending is None else running,
-                     "released": np.maximum(saved - pending, 0.0) if pending is not None else saved}
+            alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved), "released": saved}
+            if pending is not None:
+                alone = self._halves(placement, degrees, variant, run, pending)
             return {name: alone.get(name, nothing)[at] for name in BESIDE}
         running = np.maximum(running, np.where(roots, stays, ended) - saved)
         last, left = np.array([(one.last, one.left) for one in each]).T
@@ -128,7 +134,7 @@ class StageMemory:
             "transient": running, "released": saved - stays * roots,
             "ended": np.where(roots, 0.0, ended + reduced[:, 1] - saved),
             "closed": np.where(roots, ended + reduced.sum(axis=1) - stays, 0.0),
-            "last": nothing, "freed": nothing, "finished": nothing,
+            "last": nothing, "freed": nothing, "finished": nothing, "first": nothing,
         }
         if variant.data_axes and not several:
             found |= {"released": gone, "ended": np.where(roots, 0.0, last - saved), "closed": done}
@@ -162,10 +168,9 @@ class StageMemory:
 
     def _running(
         self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, once: Array,
-        each: Sequence[RowGradients], pending: Array | None,
+        each: Sequence[RowGradients],
     ) -> Array:
-        """Bytes beside what is kept while each row runs, in a pipeline without what reductions have left; where some backward
-        is split, while each gradient goes its own way to its sum, too."""
+        """Bytes beside what is kept while each row runs, in a pipeline without what reductions have left."""
         experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
         made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
         kept = np.maximum(once[:, TRANSIENT] - made, 0.0)
@@ -174,30 +179,42 @@ class StageMemory:
             working += [row.beside_output for row in placement.rows]
         else:
             working -= np.minimum([sum(one.reduced) for one in each], kept)
-        if pending is None:
-            more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
-                    for row, one in zip(placement.rows, each, strict=True)]
-            return np.asarray(working + np.array(more) * (degrees.pp > 1))
-        apart = np.array([self._apart(row, degrees, variant) for row in placement.rows])
-        apart -= np.maximum(run[:, SAVED] - pending, 0.0)  # which I let go of
-        first, beside = placement.sequence[0], placement.sequence[min(1, len(placement.sequence) - 1)]
-        apart[first] = max(0.0, apart[first] - run[beside, SAVED] * (first != beside))  # comes when all of its stage is done
-        return np.asarray(np.maximum(working, apart))
+        more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
+                for row, one in zip(placement.rows, each, strict=True)]
+        return np.asarray(working + np.array(more) * (degrees.pp > 1))
 
-    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> float:
-        """Bytes of the gradient of a weight, the largest of a row, and of its copies on its way to a sum where a backward is
-        split: as it is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
-        wide, found = self.wide, 0.0
+    def _halves(
+        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, pending: Array
+    ) -> dict[str, Array]:
+        """Of every row where some backward is split. What a mixture's backward needs is there in both halves."""
+        found = []
+        for row, resources, waits in zip(placement.rows, run, pending.tolist(), strict=True):
+            apart, own, kept = self._apart(row, degrees, variant), row.halves, float(resources[SAVED])
+            space = 0.0
+            if row.mixtures:
+                space = float(resources[TRANSIENT]) + sum(self._of_experts(row, degrees, variant))
+            last = [apart.get(name, 0.0) - gone for name, gone, _ in own.weights]
+            first = [apart.get(name, 0.0) + beside for name, _, beside in own.weights]
+            most = max(apart.values(), default=0.0) * bool(row.mixtures)
+            found.append((max(own.inputs, space), kept - waits, max(space, most, *last, 0.0), own.released,
+                          max(own.whole, space, most, *first, 0.0)))
+        return dict(zip(("transient", "released", "last", "freed", "first"), np.array(found).T, strict=True))
+
+    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, float]:
+        """Bytes of the gradient of each weight of a row, and of its copies on its way to a sum where a backward is split: as it
+        is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
+        wide, each = self.wide, dict[str, float]()
         for use in row.uses:
-            need = renamed(use.need, degrees)
+            found, need = 0.0, renamed(use.need, degrees)
             own = variant.of(need.split_axes).data_axes
             now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
             copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
-            summed = [1.0] * (not need.varying <= {*own})
-            found = max(found, now * bool(use.trainable))
-            for times in (*summed, *itertools.chain(*copies[:: -1 if own else 1])):
-                found, now = max(found, now * (1.0 + times) * bool(use.trainable)), now * times
-        return found
+            made = now * (1 + (not need.varying <= {*own}))  # the sum over ranks beside what it is made of
+            found = made
+            for times in itertools.chain(*copies[:: -1 if own else 1]):
+                found, made, now = max(found, made + now * times), made + now * (times - 1.0), now * times
+            each[use.value.name] = found * bool(use.trainable)
+        return each
 
     def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
         """Bytes of the gradients of a mixture's weights in the compute dtype, which come before those of the rest of its block,

@@ -397,25 +397,26 @@ def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
     for stage in range(table.stages):
         cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)
         room = problem.capacity[table.stage_rank[stage]]
-        cost = np.where(stage_memory(units, _moments(table, stage), stage, table.stages) <= room, cost, np.inf)
+        cost = np.where(stage_memory(units, *_moments(table, stage), stage, table.stages) <= room, cost, np.inf)
         options.append(cost.argmin(axis=0))
         costs.append(cost.min(axis=0))
     return costs, options
 
 
-def _moments(table: Table, stage: int) -> np.ndarray:
+def _moments(table: Table, stage: int) -> tuple[np.ndarray, np.ndarray]:
     """The largest numbers of micro-batches that one stage holds as it runs backward, and whether it has summed gradients:
-    int [k, 3]."""
+    int [k, 3]; of its ``Table.moments`` and of ``closing``."""
     rank = table.stage_rank[stage]
     own = table.stages_of(rank).index(stage)
-    return maximal(table.moments[rank][own][:, :, own])
+    first, last = (maximal(of[rank][own][:, :, own]) for of in (table.moments, table.closing))
+    return first, last
 
 
 def _tightest(problem: Cutting) -> StageError:
     """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
     table, units = problem.table, problem.units
     memory = [
-        stage_memory(units, _moments(table, s), s, table.stages) - problem.capacity[table.stage_rank[s]]
+        stage_memory(units, *_moments(table, s), s, table.stages) - problem.capacity[table.stage_rank[s]]
         for s in range(table.stages)
     ]
     excess = [np.maximum(over, 0.0) for over in memory]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 BESIDE = (
-    "transient", "released", "behind", "gathered", "ended", "reduced", "root", "closed", "last", "freed", "finished",
+    "transient", "released", "behind", "gathered", "ended", "reduced", "root", "closed", "last", "freed", "finished", "first",
 )
 """Bytes of units:
 
@@ -28,6 +28,9 @@ closed: alive as these are reduced
 last: alive as the gradients of a step's last micro-batch are reduced with their sums
 freed: as ``released``, of that micro-batch
 finished: as ``closed``, of that micro-batch
+first: alive in W in the first stage, which then has all of its backward
+
+Where a backward is split ``transient`` and ``released`` are those of I, ``last`` and ``freed`` those of W.
 """
 
 
@@ -37,7 +40,7 @@ class Transients(NamedTuple):
     transient: the most while one runs backward for the first time
     later: so much more afterwards, when what its last reduction left is still there
     left: what that leaves while other stages of the rank run
-    final: the most while it runs backward for the last time, with one micro-batch in flight
+    final: the most while it runs backward for the last time, with one micro-batch in flight, or a W
     """
 
     transient: np.ndarray
@@ -47,12 +50,12 @@ class Transients(NamedTuple):
 
 
 def beside_of(columns: np.ndarray, begin: Sequence[int]) -> Transients:
-    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [11, ..., n] of units that follow each other."""
+    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [12, ..., n] of units that follow each other."""
     peak, _, last = alive_at_most(columns, begin)
     released, root, closed, freed, finished = np.add.reduceat(columns[[1, 6, 7, 9, 10]], begin, axis=-1)
     most, left = np.maximum(peak, closed - released), np.where(root > 0.0, root, columns[5][..., begin])
     final = np.zeros(most.shape)
-    if columns[8:].any():
+    if columns[8:11].any():
         final = np.maximum(alive_at_most(at_last(columns), begin)[0], finished - freed)
     return Transients(most, np.maximum(last + left - most, 0.0), left, final)
 

@@ -37,7 +37,15 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded
 from meshwright.compiler.structure.positions import operands, results
-from meshwright.cost.memory.working import BackwardStep, backward_peak, beside_output, handed_back, held_outputs
+from meshwright.cost.memory.working import (
+    BackwardStep,
+    Halves,
+    backward_peak,
+    beside_output,
+    halves,
+    handed_back,
+    held_outputs,
+)
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
@@ -58,11 +66,13 @@ class _BackwardPeak(NamedTuple):
     without: no gradients of weights
     with_weights: with them in the compute dtype, where each stays, or is added to a sum; the same where pieces are copied
     weights: those of all weights
+    halves: where the backward is split
     """
 
     without: float
     with_weights: tuple[float, ...]
     weights: float
+    halves: Halves = Halves()
 
 
 @dataclass
@@ -135,7 +145,7 @@ class SolutionReader:
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
             self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
-            alive.weights * block, with_weights, entering, self._prologue(at, once, within),
+            alive.weights * block, with_weights, alive.halves, entering, self._prologue(at, once, within),
         )
 
     def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:
@@ -245,7 +255,7 @@ class SolutionReader:
             if (last := readers.get(e.j, e.j)) < len(ops):
                 released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
         weights, inside = {param.value for param in graph.params}, {name for op in ops for name in op.inputs}
-        trained = {param.value for param in graph.params if param.trainable}
+        trained, (reading, moving) = {param.value for param in graph.params if param.trainable}, self._reading(at)
         for i in reversed(range(len(ops))):
             op, placed = ops[i], model.placed[i][chosen[i]]
             lost, passed = operators[op.target].kind == "loss", self.passed[op.name]
@@ -258,11 +268,12 @@ class SolutionReader:
                      if name in trained}
             made = {name: graph.values[name].numel / ranks * tables.costs.itemsize for name, ranks in parts.items()}
             copied = max((bytes_ for name, bytes_ in made.items() if parts[name] > 1), default=0.0)
-            steps.append(BackwardStep(results, operands, passed, sum(made.values()), space, released[i], lost, copied))
+            steps.append(BackwardStep(results, operands, passed, sum(made.values()), space, released[i], lost, copied,
+                                      tuple(made), i in reading))
         leaving = {name: bytes_ for step in steps for name, bytes_ in step.results.items() if name not in inside}
         without = backward_peak([step._replace(weights=0.0) for step in steps], leaving, stay=True, copies=False)
         found = [backward_peak(steps, leaving, stay, copies) for copies in (False, True) for stay in (True, False)]
-        return _BackwardPeak(without, tuple(found), sum(step.weights for step in steps))
+        return _BackwardPeak(without, tuple(found), sum(step.weights for step in steps), halves(steps, leaving, moving))
 
     def _space(self, op: Op, placed: Placed) -> float:
         """Bytes beside all else while the backward of a call runs."""
@@ -276,7 +287,7 @@ class SolutionReader:
         weights = {param.value for param in graph.params if param.trainable}
         ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.rules.operators
         beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
-        reading = self._reading(at)
+        reading, _ = self._reading(at)
         if lost:
             above = range(max(reading, default=-1) + 1, len(ops))
             returned = {model.makers[name] for name in graph.outputs if name in model.makers}
@@ -292,9 +303,9 @@ class SolutionReader:
                     beside += beside_output(op, placed, state, weights, graph, tables.mesh, tables.costs.itemsize)
         return beside, waiting
 
-    def _reading(self, at: int) -> list[int]:
+    def _reading(self, at: int) -> tuple[list[int], set[str]]:
         """Operators of a position on the way from what enters it that read weights, or what is made of them, beside that: the
-        gradients that reach these wait (``cost.memory.replay.Script.waiting``)."""
+        gradients that reach these wait (``cost.memory.replay.Script.waiting``); and values with gradients on that way."""
         graph, position = self.folded.graph, self.problem.positions[self.problem.serves(at)]
         values, found = graph.values, list[int]()
         moving = {name for name in (*position.entry, *position.shared_in) if values[name].differentiable}
@@ -303,7 +314,7 @@ class SolutionReader:
                 moving.update(made)
                 if any(values[name].differentiable and name not in moving for name in op.inputs):
                     found.append(i)
-        return found
+        return found, moving
 
     def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         tables = self.problem.tables

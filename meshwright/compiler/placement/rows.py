@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.compiler.placement.costs import Vector
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.structure.folding import Folded
-from meshwright.cost.memory.working import handed_back
+from meshwright.cost.memory.working import NOTHING, Halves, handed_back
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.rule import Placed
@@ -112,6 +112,7 @@ class PlacedPosition:
     made: bytes of the gradients of a block's weights in the compute dtype, those at its worst moment among its transient bytes
     with_weights: bytes that its worst moment has more in a pipeline, where gradients of its weights, in the compute dtype, stay
         until its backward is done, and where each is added to a sum when it is made; the same where pieces are copied
+    halves: what it holds in each half of a split backward beside what it keeps
     entering: bytes saved of what it is handed, among those of its activations
     prologue: seconds of what is made of inputs alone, once a step
     """
@@ -127,6 +128,7 @@ class PlacedPosition:
     waiting: float = 0.0
     made: float = 0.0
     with_weights: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    halves: Halves = NOTHING
     entering: float = 0.0
     prologue: PrologueSeconds = PrologueSeconds()
 
@@ -204,6 +206,14 @@ class Placement:
         """Seconds of a micro-batch's forward and backward for what a stage that starts at this position makes again."""
         found = [(forward, backward) for made, last, forward, backward in self.again if made < start <= last]
         return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+
+    def collected(self, microbatches: int) -> float:
+        """The same of a pipeline's last rank at any time."""
+        return microbatches * self.outputs - self.outputs_kept * (microbatches == 1)
+
+    def at_work(self, microbatches: int) -> float:
+        """Bytes of the outputs of the micro-batch at work, until they are among those collected."""
+        return max(0.0, self.outputs - self.outputs_kept) * (microbatches > 1)
 
     def handed_back(self, microbatches: int) -> float:
         """Bytes that a rank holds of what a step hands back, beside what micro-batches keep."""

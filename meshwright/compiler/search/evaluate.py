@@ -143,7 +143,7 @@ class Evaluator:
             return False
         units = self.units(candidate, degrees, zero, placement, self.recompute[0])
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches)) - units.state.sum()
-        room += self._twice(candidate, degrees, zero, placement).sum() - placement.handed_back(candidate.microbatches)
+        room += self._twice(candidate, degrees, zero, placement).sum() - placement.collected(candidate.microbatches)
         room += sum(one.bytes_ for one in self._shared(candidate, degrees, zero, placement))
         known = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                  if one or schedule_of(candidate.schedule).stages != 1]
@@ -228,13 +228,12 @@ class Evaluator:
         bound: float,
     ) -> stages.Cuts:
         """Units that are cut so."""
-        each = self._stage_units(units, crossing)
+        each = self._stage_units(units.cut_at(starts[1], table.mixed), crossing)
         whole = []
         for start, stop in itertools.pairwise(starts):
             unit, (forward, backward) = joined(each[start:stop]), placement.repeated(start)
-            waits = unit.pending if start else unit.saved  # torch leaves all of the first stage to W
             forward, backward = unit.forward + forward, unit.backward_input + backward
-            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
+            whole.append(replace(unit, forward=forward, backward_input=backward))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
@@ -283,7 +282,7 @@ class Evaluator:
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count, slack = candidate.schedule, candidate.pp, candidate.microbatches, placement.slack
         boundary = passed_on(schedule, pp, several[0], count) * min(placement.sent[:-1]) + placement.made_alone(count)
-        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
+        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.collected(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
         self.work.update({"packing": 1, "unit packed": units.count})
@@ -344,7 +343,7 @@ class Evaluator:
         table = self.table(candidate)
         waiting = schedule_of(table.name).waiting(table.pp, candidate.virtual_stages, table.microbatches)
         found = np.zeros(table.pp) + waiting * max(placement.sent[:-1]) + placement.made_alone(table.microbatches)
-        found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
+        found[table.stage_rank[-1]] += placement.collected(candidate.microbatches)
         return np.asarray(found)
 
     def _shared(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> tuple[Shared, ...]:
@@ -411,7 +410,7 @@ class Evaluator:
             self.work["stage that does not fit"] += candidate.stages
             received = self._boundary_bytes(candidate, placement).max() / 2**30
             words = f"{error} Masks, what was received and is handed back take up to {received:.3g} GiB beside that."
-            outputs = placement.handed_back(candidate.microbatches) / 2**30
+            outputs = placement.collected(candidate.microbatches) / 2**30
             if outputs > received / 2:
                 words += (f" {outputs:.3g} GiB of it are what the model returns for all micro-batches: if only the loss is "
                           "needed (no logits), give loss_fn=mw.loss_alone.")
@@ -464,6 +463,7 @@ class Evaluator:
         boundary, twice = self._boundary_bytes(candidate, placement), self._twice(candidate, degrees, zero, placement)
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
+        units = units.cut_at(cuts.boundaries[1], table.mixed)
         state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)
         columns = np.array([units.saved, units.pending, units.summed])
         held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)

@@ -94,6 +94,7 @@ class Units:
     last: Array
     freed: Array
     finished: Array
+    first: Array
 
     @property
     def work(self) -> float:
@@ -108,13 +109,24 @@ class Units:
 
     @property
     def beside(self) -> Array:
-        """``pipeline.transients.BESIDE`` of every unit, [11, n]."""
+        """``pipeline.transients.BESIDE`` of every unit, [12, n]."""
         return np.array([getattr(self, name) for name in BESIDE])
 
     @property
     def least_held(self) -> Array:
         """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
         return np.asarray(np.minimum(self.saved, self.pending))
+
+    def cut_at(self, start: int, mixed: bool) -> Units:
+        """The same if the second stage starts there: of a split backward the first has all in W. ``mixed``: whether others run
+        whole ones, too."""
+        if not self.first.any():
+            return self
+        there, nothing = np.arange(len(self.first)) < start, 0.0 * self.first
+        own = {"transient": nothing, "released": nothing, "last": self.first, "freed": self.saved, "pending": self.saved}
+        last = np.maximum(self.last, self.first) if mixed else self.last
+        return replace(self, first=nothing, **{name: np.where(there, of, last if name == "last" else getattr(self, name))
+                                               for name, of in own.items()})
 
     def mixed(self, other: Units, where: Array) -> Units:
         """These units, but the others' where ``where`` is true."""
@@ -201,9 +213,12 @@ class StageCosts:
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
         several, variant = microbatches > 1, kept or degrees.variant(zero)
         beside = self.memory.beside(placement, degrees, variant, several, run, once, pending if split else None)
+        beside["transient"][-1] += placement.at_work(microbatches) * (degrees.pp > 1)
         left = np.zeros(len(run))  # what reductions of the root leave is not there all the time
         left[list(placement.sequence)] = beside["root"]
         summed = once[:, GRADIENTS] - left if several else left
+        if split:  # nothing is reduced before the schedule is done
+            summed = np.array([self.memory.gradients(row.uses, degrees, variant, several).whole for row in placement.rows])
         columns = [
             forward, backward, weight + recomputed * split,
             once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - left,

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -112,7 +112,8 @@ class BackwardStep(NamedTuple):
     two operands); ``passed``: operands whose gradient is that of the result; ``weights``: bytes of the gradients of weights
     that it makes; ``copied``: of the largest of these that is a piece of a weight, of which FSDP2 takes a copy;
     ``space``: bytes beside while it runs; ``released``: bytes that nothing keeps any more when it is done;
-    ``own``: whether its space holds the gradients that it makes."""
+    ``own``: whether its space holds the gradients that it makes; ``trained``: these weights; ``waits``: whether the gradients
+    of its results wait for W where the backward is split."""
 
     results: Mapping[str, float]
     operands: Sequence[tuple[str, float]]
@@ -122,25 +123,76 @@ class BackwardStep(NamedTuple):
     released: float
     own: bool = False
     copied: float = 0.0
+    trained: Sequence[str] = ()
+    waits: bool = False
 
 
 def backward_peak(steps: Iterable[BackwardStep], leaving: Mapping[str, float], stay: bool, copies: bool) -> float:
     """Bytes of gradients and space beyond what was kept when a backward begins, at its worst moment. ``steps``: in the order of
     the backward, each after what reads its results; ``leaving``: gradients that it begins with; ``stay``: whether gradients of
     weights do, else each is gone when it is made, for it is added to a sum; ``copies``: whether those of pieces are copied."""
-    alive, released, peak, weights = dict(leaving), 0.0, sum(leaving.values()), 0.0
+    peak, weights = sum(leaving.values()), 0.0
+    for step, bytes_ in _without_weights(steps, leaving):
+        weights = weights * stay + step.weights
+        peak = max(peak, bytes_ + weights + step.copied * copies)
+    return peak
+
+
+def _without_weights(steps: Iterable[BackwardStep], leaving: Mapping[str, float]) -> Iterator[tuple[BackwardStep, float]]:
+    """The steps that a gradient reaches, and what is there as each runs but for gradients of weights."""
+    alive, released = dict(leaving), 0.0
     for step in steps:
         if not any(name in alive for name in step.results):
             released += step.released
             continue
-        weights = weights * stay + step.weights
         made = sum(bytes_ for name, bytes_ in step.operands if name not in step.passed) * (not step.own)
-        peak = max(peak, sum(alive.values()) + made + weights + step.copied * copies + step.space - released)
+        yield step, sum(alive.values()) + made + step.space - released
         handed = max((alive.pop(name) for name in step.results if name in alive), default=0.0)
         for name, bytes_ in step.operands:  # of a total's operand it is one number, seen as many
             alive[name] = max(min(bytes_, handed) if name in step.passed else bytes_, alive.get(name, 0.0))
         released += step.released
-    return peak
+
+
+class Halves(NamedTuple):
+    """Bytes beyond what was kept when a half of a split backward begins.
+
+    inputs: the most in I, in which nothing but what a loss keeps is let go, and gradients wait
+    released: let go in W before its end
+    weights: of each weight, what W has let go of when its gradient is made, and what is there beside if I has not run before
+    whole: the most in such a W without gradients of weights
+    """
+
+    inputs: float = 0.0
+    released: float = 0.0
+    weights: tuple[tuple[str, float, float], ...] = ()
+    whole: float = 0.0
+
+
+NOTHING = Halves()
+
+
+def halves(steps: Sequence[BackwardStep], leaving: Mapping[str, float], moving: Collection[str]) -> Halves:
+    """Of ``backward_peak``'s steps. ``moving``: values with gradients that depend on what enters."""
+    beside = {id(step): bytes_ for step, bytes_ in _without_weights(steps, leaving)}
+    first = next((at for at, step in enumerate(steps) if step.waits), len(steps))
+    alive, waiting, gone, peak = {name: bytes_ for name, bytes_ in leaving.items() if name in moving}, 0.0, 0.0, 0.0
+    for at, step in enumerate(steps):
+        if any(name in alive for name in step.results):
+            found = {name: bytes_ for name, bytes_ in step.operands if name in moving}
+            made = sum(bytes_ for name, bytes_ in found.items() if name not in step.passed) * (not step.own)
+            peak = max(peak, sum(alive.values()) + made + waiting + step.space - gone)
+            handed = sum(alive.pop(name) for name in step.results if name in alive)
+            waiting += handed * step.waits
+            for name, bytes_ in found.items():
+                passed = name in step.passed
+                alive[name] = max(min(bytes_, handed) * (not step.waits) if passed else bytes_, alive.get(name, 0.0))
+        gone += step.released * (at < first)
+    weights, released = list[tuple[str, float, float]](), 0.0
+    for step in steps:
+        weights += [(name, released, beside.get(id(step), 0.0)) for name in step.trained]
+        released += step.released * step.waits
+    return Halves(max(peak, waiting + sum(alive.values()) - gone), released, tuple(weights),
+                  max(sum(leaving.values()), *beside.values(), 0.0))
 
 
 def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:

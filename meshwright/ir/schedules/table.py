@@ -113,24 +113,34 @@ class Table:
 
     @cached_property
     def moments(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Per rank, for each of its stages, what the rank holds as a backward of that stage runs: int [k, 3, stages of the
+        """Per rank, for each of its stages, what the rank holds as a B or I of that stage runs: int [k, 3, stages of the
         rank], ``in_flight`` with a third row, whether a stage has summed gradients of weights. They are there from its first B
         or W on; while that runs they come as what was saved goes."""
         return tuple(_moments(self, rank) for rank in range(self.pp))
+
+    @cached_property
+    def closing(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """The same as a W of the stage runs, or a B beside it, and its gradients are summed; of a stage that has no W, as the
+        last B of the step does."""
+        return tuple(_closing(self, rank) for rank in range(self.pp))
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether a stage runs whole backwards and split ones."""
+        stage, kind, _ = self.numbers
+        return bool(np.isin(stage[kind == _KINDS["B"]], stage[kind == _KINDS["W"]]).any())
 
     @cached_property
     def side_by_side(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Per rank, the ``moments`` of all its stages in one matrix, for sums over the stages in one product: float
         [moments, 4 x stages of the rank], a row of counts after the other and the third again of all but the stage that
         runs; and where each stage's begin."""
-        found = []
-        for running in self.moments:
-            counts, lengths = np.concatenate(running), [len(one) for one in running]
-            runs = np.repeat(np.arange(len(running)), lengths)
-            others = counts[:, 2] * (np.arange(len(running)) != runs[:, None])
-            wide = np.concatenate([counts.reshape(len(counts), -1), others], axis=1).astype(np.float64)
-            found.append((wide, np.cumsum([0, *lengths[:-1]])))
-        return tuple(found)
+        return tuple(map(_side_by_side, self.moments))
+
+    @cached_property
+    def closing_side_by_side(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """The same of ``closing``."""
+        return tuple(map(_side_by_side, self.closing))
 
     @cached_property
     def order(self) -> Order:
@@ -202,7 +212,33 @@ def _counts(table: Table, rank: int) -> np.ndarray:
 
 
 def _moments(table: Table, rank: int) -> tuple[np.ndarray, ...]:
-    """Counts before every B, I and W of each stage, and after its first B or W."""
+    """Counts before every B and I of each stage, and after its first B or W."""
+    column, kind, before, after = _walked(table, rank)
+    back, found = (kind == _KINDS["B"]) | (kind == _KINDS["I"]), list[np.ndarray]()
+    for at in range(len(table.stages_of(rank))):
+        first = np.flatnonzero((column == at) & np.isin(kind, _LAST))[:1]
+        found.append(maximal(np.concatenate([before[back & (column == at)], after[first]])))
+    return tuple(found)
+
+
+def _closing(table: Table, rank: int) -> tuple[np.ndarray, ...]:
+    """Counts before every W of each stage, and every B beside these, whose sums come while it runs; where it has no W, of one
+    micro-batch beside all sums, if there are others."""
+    column, kind, before, _ = _walked(table, rank)
+    found = list[np.ndarray]()
+    for at in range(before.shape[2]):
+        counts = before[np.isin(kind, _LAST) & (column == at)].copy()
+        if not ((kind == _KINDS["W"]) & (column == at)).any():
+            counts = np.zeros((1, 3, before.shape[2]), dtype=np.int64)
+            counts[:, 0, at], counts[:, 2] = 1, table.microbatches > 1
+        else:
+            counts[:, 2, at] = 1
+        found.append(maximal(counts))
+    return tuple(found)
+
+
+def _walked(table: Table, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of a rank's actions the stage, among its own, the kind, and counts before and after: int [actions, 3, stages]."""
     own = table.stages_of(rank)
     stage, kind, _ = (column[table.starts[rank] : table.starts[rank + 1]] for column in table.numbers)
     column = np.searchsorted(own, stage)
@@ -212,8 +248,15 @@ def _moments(table: Table, rank: int) -> tuple[np.ndarray, ...]:
     changes[np.arange(len(kind)), :2, column] = _CHANGES[kind]
     changes[first, 2, column[first]] = 1
     after = changes.cumsum(axis=0)
-    before, back = after - changes, kind != _KINDS["F"]
-    return tuple(maximal(np.concatenate([before[back & (column == at)], after[[end]]])) for at, end in enumerate(first))
+    return column, kind, after - changes, after
+
+
+def _side_by_side(running: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    counts, lengths = np.concatenate(running), [len(one) for one in running]
+    runs = np.repeat(np.arange(len(running)), lengths)
+    others = counts[:, 2] * (np.arange(len(running)) != runs[:, None])
+    wide = np.concatenate([counts.reshape(len(counts), -1), others], axis=1).astype(np.float64)
+    return wide, np.cumsum([0, *lengths[:-1]])
 
 
 _KINDS: Mapping[str, int] = {kind: number for number, kind in enumerate(COMPUTED)}
