@@ -93,24 +93,25 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
 
 def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
     """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs B or I, what its
-    last reduction has left then and while others do, and what it needs for W, or for its last micro-batch where it has none."""
+    last reduction has left then and while others do, and what it needs for W and B beside it, or for its last micro-batch."""
     saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
     left, summed = [left_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
     beside = [(transient_by_hand(part), transient_by_hand(part, bytes_)) for part, bytes_ in zip(parts, left, strict=True)]
     found = []
     for rank, actions in enumerate(table.ranks):
         held, most, there = sum(u.state for s in table.stages_of(rank) for u in parts[s]), 0.0, set[int]()
+        halved = {s for s, kind, _ in actions if kind == "W"}
         for s, kind, _ in actions:
             others = sum(left[other] for other in there - {s})
             most = max(most, held + others + beside[s][s in there] if kind in "BI" else 0.0)
-            most = max(most, held + summed[s] * (s not in there) + final_by_hand(parts[s]) if kind == "W" else 0.0)
+            if kind in "BW" and s in halved:
+                most = max(most, held + summed[s] * (s not in there) + final_by_hand(parts[s]))
             held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             if kind in "BW" and s not in there:
                 there.add(s)
                 held += summed[s]
                 most = max(most, held + others + beside[s][1])
-        whole = set(table.stages_of(rank)) - {s for s, kind, _ in actions if kind == "W"}
-        final = max((saved[s] + final_by_hand(parts[s]) for s in whole), default=0.0)
+        final = max((saved[s] + final_by_hand(parts[s]) for s in set(table.stages_of(rank)) - halved), default=0.0)
         found.append(max(most, held + final))
     return found
 
