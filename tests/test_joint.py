@@ -918,6 +918,20 @@ def test_a_table_that_encoder_and_decoder_read_on_one_rank_is_counted_once() -> 
     assert counted["state"] + counted["gradients"] == pytest.approx(once, rel=0.002)
 
 
+def test_a_table_that_several_stages_of_a_rank_read_is_counted_once() -> None:
+    """That of a T5 whose last rank embeds what the decoder is given in its first stage, and has the tied head in its last."""
+    config = T5Config(d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8, vocab_size=16384, dropout_rate=0.0,
+                      use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+    with torch.device("meta"):
+        model, batch = T5ForConditionalGeneration(config), {key: torch.zeros((16, 64), dtype=torch.int64)
+                                                            for key in ("input_ids", "labels")}
+    graph = capture_model(model.train(), (), batch, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(pp=4, dp=1, tp=1, microbatches=8, schedule="zb"), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
+    held = footprints(plan, rules_of(plan.graph)[0], 8.0)
+    assert list(counted) == pytest.approx([held[rank].bytes for rank in range(4)], rel=0.06)
+
+
 @pytest.mark.parametrize(
     ("graph", "cluster", "pins", "least", "most"),
     [

@@ -124,12 +124,13 @@ class OutsideSeconds:
 
 class Shared(NamedTuple):
     """A weight that two units read, ``before`` and ``at``, and ``bytes_`` of state and of what is reduced with the ``root``'s
-    that both count."""
+    that both count; its ``name``."""
 
     before: int
     at: int
     bytes_: float
     root: float = 0.0
+    name: str = ""
 
 
 def once(shared: Sequence[Shared], boundaries: Sequence[int], units: int) -> np.ndarray:

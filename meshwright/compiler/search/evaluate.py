@@ -143,7 +143,8 @@ class Evaluator:
             return False
         units = self.units(candidate, degrees, zero, placement, self.recompute[0])
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches)) - units.state.sum()
-        room += self._twice(candidate, degrees, zero, placement).sum() - placement.collected(candidate.microbatches)
+        room += self.costs.twice(candidate, degrees, zero, placement, most=len(self.names)).sum()
+        room -= placement.collected(candidate.microbatches)
         room += sum(one.bytes_ for one in self._shared(candidate, degrees, zero, placement))
         known = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                  if one or schedule_of(candidate.schedule).stages != 1]
@@ -166,7 +167,7 @@ class Evaluator:
             return self._alone(candidate, degrees, zero, placement, capacity)
         variants, marks = self._variants(candidate, degrees, zero, placement)
         crossing, table = self._crossing(degrees, placement), self.table(candidate)
-        twice = self._twice(candidate, degrees, zero, placement)
+        twice = self.costs.twice(candidate, degrees, zero, placement)
         shared = self._shared(candidate, degrees, zero, placement)
         cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff, twice, shared)
         chosen = np.zeros(len(self.names), dtype=int)
@@ -190,7 +191,7 @@ class Evaluator:
         crossing, table = self._places(self._crossing(degrees, placement)), self.table(candidate)
         shared = self._shared(candidate, degrees, zero, placement)
         units, positions = Units.between(variants, crossing, [one.pending for one in variants], shared)
-        room = self.room(candidate, placement, self.capacity + self._twice(candidate, degrees, zero, placement))
+        room = self.room(candidate, placement, self.capacity + self.costs.twice(candidate, degrees, zero, placement))
         self.work["stage glanced at"] += candidate.stages
         outside = self._outside(candidate, placement, variants[0]).at(positions)
         return stages.glance(units, table, room, not self.costs.waits(candidate.schedule), outside)
@@ -283,7 +284,8 @@ class Evaluator:
         schedule, pp, count, slack = candidate.schedule, candidate.pp, candidate.microbatches, placement.slack
         boundary = passed_on(schedule, pp, several[0], count) * min(placement.sent[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.collected(count)
-        room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
+        twice = self.costs.twice(candidate, degrees, zero, placement, most=several[1])
+        room = np.maximum(capacity - boundary + twice, 1.0)
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
         self.work.update({"packing": 1, "unit packed": units.count})
         self.work["unit of ranks alone"] += pp * units.count * units.options * (bound.by == "stages")
@@ -305,7 +307,7 @@ class Evaluator:
         numbers = bound.work if bound is not None and asked <= bound.cutoff else 0
         if bound is None or asked > bound.cutoff:
             units, outside = self._divisible(candidate, degrees, zero, placement)
-            most = capacity + self._twice(candidate, degrees, zero, placement)
+            most = capacity + self.costs.twice(candidate, degrees, zero, placement, most=candidate.virtual_stages)
             room, passed = np.maximum(most - self._boundary_bytes(candidate, placement), 1.0), min(placement.sent[:-1])
             paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths(table))
             bound = TimedBound(units, table, outside, room, known / slack, asked, paths, passed)
@@ -349,16 +351,6 @@ class Evaluator:
     def _shared(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> tuple[Shared, ...]:
         """Weights that several positions read and count, where a stage has them."""
         return self.costs.shared(placement, degrees, zero, candidate.microbatches, apart=False)
-
-    def _twice(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Array:
-        """Bytes of every rank [pp] that stages count twice: a weight of the first and the last stage is one where a rank has
-        both; if FSDP2 takes it, parameter and gradient are two."""
-        stage_rank = schedule_of(candidate.schedule).stage_rank(candidate.pp, candidate.virtual_stages)
-        found = np.zeros(candidate.pp)
-        if stage_rank[0] == stage_rank[-1]:
-            shared = self.costs.shared(placement, degrees, zero, candidate.microbatches, apart=True)
-            found[stage_rank[0]] = sum(one.bytes_ for one in shared)
-        return found
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
         """The recomputations that may be combined with a schedule."""
@@ -460,7 +452,8 @@ class Evaluator:
         for part in ("outside the schedule", "exposed communication"):  # what runs ahead of it is told as recomputation, too
             parts[part] = max(0.0, parts[part] - max(0.0, sum(parts.values()) - seconds))
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
-        boundary, twice = self._boundary_bytes(candidate, placement), self._twice(candidate, degrees, zero, placement)
+        boundary = self._boundary_bytes(candidate, placement)
+        twice = self.costs.twice(candidate, degrees, zero, placement, cuts.boundaries)
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
         units = units.cut_at(cuts.boundaries[1], table.mixed)

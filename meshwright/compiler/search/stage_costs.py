@@ -50,6 +50,7 @@ from meshwright.compiler.placement.costs import (
     bytes_row,
 )
 from meshwright.compiler.placement.rows import CONTEXT, EP, NONE, TENSOR, PlacedPosition, Placement, Use
+from meshwright.compiler.search.candidates import Candidate
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.graph import Value
@@ -352,21 +353,44 @@ class StageCosts:
 
     def shared(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, apart: bool) -> tuple[Shared, ...]:
         """Parameters that several positions read, which are counted with each of them: where one stage has two that follow each
-        other, or if ``apart`` the first one and the last one where two stages of a rank have them."""
+        other, or if ``apart`` where two stages of a rank have them, any of them and the first."""
         key = id(placement), degrees, zero, microbatches > 1, apart
         if key not in self._shared:
             costs, variant, found = self._prices(degrees, microbatches), degrees.variant(zero), list[Shared]()
             columns = [OPTIMIZER] if apart and variant.data_axes else np.flatnonzero(bytes_row(microbatches)).tolist()
             for at, root, use, before, first in self._read_again(placement):
-                if not apart or at == len(placement.sequence) - 1:
-                    need, unit = renamed(use.need, degrees), Neighbours(root=root)
-                    price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
-                    bytes_ = 0.0 if price is None else float(price[columns].sum())
-                    alone = self.memory.gradients([use], degrees, variant, microbatches > 1).reduced
-                    again = sum(alone) * (root and not apart and microbatches > 1)
-                    found.append(Shared(first if apart else before, at, bytes_ - again, again))
-            self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
+                need, unit = renamed(use.need, degrees), Neighbours(root=root)
+                price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
+                bytes_ = 0.0 if price is None else float(price[columns].sum())
+                alone = self.memory.gradients([use], degrees, variant, microbatches > 1).reduced
+                again = sum(alone) * (root and not apart and microbatches > 1)
+                found.append(Shared(first if apart else before, at, bytes_ - again, again, use.value.name))
+            self._shared[key] = tuple(found)
         return self._shared[key]
+
+    def twice(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, starts: Sequence[int] = (),
+        most: int = 0,
+    ) -> Array:
+        """Bytes of every rank [pp] that its stages count twice: a weight that several of them read is one there; if FSDP2 takes
+        it, parameter and gradient are as many as they. Of stages that begin at ``starts``, and the end; if these are not known,
+        of any at least, or with up to so many stages a rank at ``most``."""
+        schedule, last, found = schedule_of(candidate.schedule), len(placement.sequence) - 1, np.zeros(candidate.pp)
+        rank_of, readers = np.array(schedule.stage_rank(candidate.pp, candidate.virtual_stages)), dict[str, list[Shared]]()
+        several = () if schedule.stages == 1 else self.shared(placement, degrees, zero, candidate.microbatches, apart=True)
+        for one in several:
+            readers.setdefault(one.name, []).append(one)
+        for others in readers.values():
+            at, bytes_ = [others[0].before, *(one.at for one in others)], max(one.bytes_ for one in others)
+            if most and at != [0, last]:
+                found += bytes_ * (min(len(at), most) - 1)
+                continue
+            stages = [-(one == last) for one in at if one in {0, last}]
+            if starts:
+                stages = np.searchsorted(starts[1:-1], at, side="right").tolist()
+            ranks = rank_of[np.unique(np.array(stages, dtype=np.int64))]
+            found += bytes_ * np.maximum(np.bincount(ranks, minlength=candidate.pp) - 1, 0)
+        return found
 
     def _read_again(self, placement: Placement) -> list[tuple[int, bool, Use, int, int]]:
         """Reads of parameters that earlier positions read: where, whether outside of a block, where they were read last before,
