@@ -742,16 +742,17 @@ def test_what_reductions_of_a_pipeline_leave_is_there_once_in_each_stage(
     (partial(llama, 8, 1024, 16, 64), {"zero": 3, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
     (partial(family, "bert"), {"zero": 0, "microbatches": 1, "schedule": "gpipe", "recompute": "full"}),
     (partial(family, "t5"), {"dp": 1, "microbatches": 1, "schedule": "gpipe", "recompute": "none"}),
+    (partial(llama, 8, 1024, 16, 512, 32000), {"tp": 2, "zero": 2, "microbatches": 8, "schedule": "1f1b", "recompute": "none"}),
     (partial(llama, 8, 1024, 4, 512, 16384, 6144), {"pp": 2, "zero": 2, "microbatches": 1, "schedule": "gpipe",
                                                     "recompute": "none"}),
-], ids=["mixture", "one micro-batch", "pieces", "gathered", "bert", "no data ranks", "received"])
+], ids=["mixture", "one micro-batch", "pieces", "gathered", "bert", "no data ranks", "a head's copies", "received"])
 def test_what_the_last_micro_batch_of_a_pipeline_needs_counts(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
     """Sums are reduced beside a buffer and let go, as is what was gathered; a piece that is all of a sum is copied. Of one
     micro-batch the gradients of the units behind are there in the place of what these had kept, and what a forward's last
     gather received until it ends. On every rank that matters."""
-    given = {"pp": 4, "dp": 2, **pins}
-    where = Cluster.parse(f"h100:1x{given['pp'] * given['dp']}")
-    plan = make_plan(graph(), where, Pins(tp=1, cp=1, **given), precision="bf16")
+    given = {"pp": 4, "dp": 2, "tp": 1, **pins}
+    where = Cluster.parse(f"h100:{given['tp']}x{given['pp'] * given['dp']}")
+    plan = make_plan(graph(), where, Pins(cp=1, **given), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank
     held = {rank: one.bytes for rank, one in footprints(plan, rules_of(plan.graph)[0], 8.0).items()}
     full = [rank for rank in held if held[rank] > 0.75 * max(held.values())]

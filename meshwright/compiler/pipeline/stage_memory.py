@@ -125,7 +125,7 @@ class StageMemory:
         if pending is not None or degrees.pp == 1:
             alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved), "released": saved}
             if pending is not None:
-                alone = self._halves(placement, degrees, variant, run, pending)
+                alone = self._halves(placement, degrees, variant, run, pending, several)
             return {name: alone.get(name, nothing)[at] for name in BESIDE}
         running = np.maximum(running, np.where(roots, stays, ended) - saved)
         last, left = np.array([(one.last, one.left) for one in each]).T
@@ -179,12 +179,21 @@ class StageMemory:
             working += [row.beside_output for row in placement.rows]
         else:
             working -= np.minimum([sum(one.reduced) for one in each], kept)
+        if degrees.pp == 1:
+            return working
         more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
                 for row, one in zip(placement.rows, each, strict=True)]
-        return np.asarray(working + np.array(more) * (degrees.pp > 1))
+        working += more
+        head = placement.sequence[-1]
+        working[head] = max(working[head], self._head(placement, each[head].several))
+        return working
+
+    def _head(self, placement: Placement, several: bool) -> float:
+        """Bytes of the last position while its forward runs: outputs of its micro-batch are not yet among those collected."""
+        return placement.rows[placement.sequence[-1]].forward + placement.at_work(1 + several)
 
     def _halves(
-        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, pending: Array
+        self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, pending: Array, several: bool
     ) -> dict[str, Array]:
         """Of every row where some backward is split. What a mixture's backward needs is there in both halves."""
         found = []
@@ -198,7 +207,9 @@ class StageMemory:
             most = max(apart.values(), default=0.0) * bool(row.mixtures)
             found.append((max(own.inputs, space), kept - waits, max(space, most, *last, 0.0), own.released,
                           max(own.whole, space, most, *first, 0.0)))
-        return dict(zip(("transient", "released", "last", "freed", "first"), np.array(found).T, strict=True))
+        columns, head = np.array(found).T, placement.sequence[-1]
+        columns[0, head] = max(columns[0, head], self._head(placement, several))
+        return dict(zip(("transient", "released", "last", "freed", "first"), columns, strict=True))
 
     def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, float]:
         """Bytes of the gradient of each weight of a row, and of its copies on its way to a sum where a backward is split: as it

@@ -144,8 +144,8 @@ class SolutionReader:
             within[name] = self._per_microbatch(apart)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
-            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
-            alive.weights * block, with_weights, alive.halves, entering, self._prologue(at, once, within),
+            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting, alive.weights * block,
+            with_weights, float(least) - beside, alive.halves, entering, self._prologue(at, once, within),
         )
 
     def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:

@@ -112,6 +112,7 @@ class PlacedPosition:
     made: bytes of the gradients of a block's weights in the compute dtype, those at its worst moment among its transient bytes
     with_weights: bytes that its worst moment has more in a pipeline, where gradients of its weights, in the compute dtype, stay
         until its backward is done, and where each is added to a sum when it is made; the same where pieces are copied
+    forward: bytes beside what it keeps while its forward runs, as a loss does
     halves: what it holds in each half of a split backward beside what it keeps
     entering: bytes saved of what it is handed, among those of its activations
     prologue: seconds of what is made of inputs alone, once a step
@@ -128,6 +129,7 @@ class PlacedPosition:
     waiting: float = 0.0
     made: float = 0.0
     with_weights: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    forward: float = 0.0
     halves: Halves = NOTHING
     entering: float = 0.0
     prologue: PrologueSeconds = PrologueSeconds()

@@ -214,7 +214,6 @@ class StageCosts:
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
         several, variant = microbatches > 1, kept or degrees.variant(zero)
         beside = self.memory.beside(placement, degrees, variant, several, run, once, pending if split else None)
-        beside["transient"][-1] += placement.at_work(microbatches) * (degrees.pp > 1)
         left = np.zeros(len(run))  # what reductions of the root leave is not there all the time
         left[list(placement.sequence)] = beside["root"]
         summed = once[:, GRADIENTS] - left if several else left
