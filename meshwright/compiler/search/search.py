@@ -42,7 +42,7 @@ from meshwright.ir.prediction import Certificate
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
 
-SECONDS = 19.0
+SECONDS = 20.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
 _LARGE, _LONGER = 1.6e11, 1.6
