@@ -90,7 +90,7 @@ class Point:
 
 class TimedProgram(LinearProgram):
     """What stages run, where cuts lie and the step, in units of the longest class (``scale``); variable 0 is the step. A *way*
-    is a class of units under one of its options. ``runs``: of the table so far; ``size``: numbers of all programs solved;
+    is a class of units under one of its options. ``size``: numbers of all programs solved;
     ``begun``: how many were solved; ``followed``: whether the skeleton is in it; ``staged``: whether
     units are whole in every stage."""
 

@@ -404,12 +404,12 @@ class Builder:
         again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
                  for one in held]
         found = dict[int, _Held]()
-        for of, part in ((np.min, 0.0), (np.max, 1.0)):  # some choices gather far more again than there is else
+        for of, part in ((np.min, 0.0), (np.max, 1.0)) if held else ():  # some choices gather far more again than is there else
             there = kept.bytes(of) + _weights(self, model, of)
             bytes_ = [one.bytes(of) + float(there[one.at]) + part * more for one, more in zip(held, again, strict=True)]
-            found |= {one.at: one for one in held if one is held[bytes_.index(max(bytes_))]}
+            found |= {(worst := held[bytes_.index(max(bytes_))]).at: worst}
         if len(found) == 1 and max(again):
-            found |= {one.at: one for one in held if one is held[again.index(max(again))]}
+            found |= {(worst := held[again.index(max(again))]).at: worst}
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
             kept.put(moment, at)
