@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.rows import CONTEXT, DATA, EP, TENSOR
@@ -56,8 +56,12 @@ class Degrees:
 
 def renamed(sharding: Sharding, degrees: Degrees) -> Sharding:
     """A placement's sharding over the axes of the plan's mesh: hybrid data ranks are two axes."""
-    if DATA in degrees.mesh.axes:
-        return sharding
+    return sharding if DATA in degrees.mesh.axes else _in_two(sharding)
+
+
+@lru_cache(maxsize=1 << 12)
+def _in_two(sharding: Sharding) -> Sharding:
+    """A sharding with two axes in the place of the data ranks'."""
 
     def both(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(new for axis in axes for new in ((REPLICATE, SHARD) if axis == DATA else (axis,)))

@@ -13,8 +13,9 @@ a backward is split nothing is reduced before the schedule is done.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,30 +55,30 @@ class RowGradients:
     wide: float
     several: bool
 
-    @property
+    @cached_property
     def made(self) -> float:
         """Bytes as they are made."""
         return sum(one.made for one in self.families) + self.loose
 
-    @property
+    @cached_property
     def whole(self) -> float:
         """Bytes of their sums where nothing is reduced."""
         return self.made * self.wide
 
-    @property
+    @cached_property
     def stays(self) -> float:
         """Bytes of those that are there as they are made until the backward is done: the rest is added to sums."""
         adds = self.several and self.wide == 1.0
         return sum(one.made for one in self.families if one.zero >= 2 or not adds) + self.loose
 
-    @property
+    @cached_property
     def reduced(self) -> tuple[float, float]:
         """Bytes of the buffers that are reduced behind every micro-batch, of all sets of ranks but the last, and of that, which
         stays until another one is needed."""
         *before, last = [one.reduced for one in self.families if one.zero >= 2 or not self.several] or [0.0]
         return sum(before), last
 
-    @property
+    @cached_property
     def last(self) -> float:
         """Bytes at most as the last micro-batch's are reduced, beside what is there over the step: in the place of what was
         gathered, beside their sums, to which they were added; then in the place of these, too, beside a rank's piece, which is
@@ -87,7 +88,7 @@ class RowGradients:
         done = [one.reduced * (1 + 1 / one.shards + (one.shards == 1)) - one.gathered - self._sum(one) for one in self.families]
         return max(own + begun, *done, 0.0) + 2 * self.loose * self.wide
 
-    @property
+    @cached_property
     def left(self) -> float:
         """Bytes that the last micro-batch's backward leaves, beside what is there over the step."""
         found = sum(one.reduced / one.shards - one.gathered - self._sum(one) for one in self.families)
@@ -101,10 +102,13 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """``itemsize``: bytes of an element in compute; ``wide``: by how much a gradient grows on its way to its sum."""
+    """Remembers the gradients of placements, which are the same whatever is recomputed. ``itemsize``: bytes of an element in
+    compute; ``wide``: by how much a gradient grows on its way to its sum."""
 
     itemsize: int
     wide: float
+    _rows: dict[tuple[int, Degrees, Variant, bool], Sequence[RowGradients]] = field(default_factory=dict)
+    _weights: dict[tuple[int, Degrees, Variant], Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
     def beside(
         self, placement: Placement, degrees: Degrees, variant: Variant, several: bool, run: Array, once: Array,
@@ -112,7 +116,11 @@ class StageMemory:
     ) -> dict[str, Array]:
         """``pipeline.transients.BESIDE`` of every position. ``run``: resources of a micro-batch [rows]; ``once``: of the step;
         ``pending``: bytes from I to W where some backward is split."""
-        each = [self.gradients(row.uses, degrees, variant, several) for row in placement.rows]
+        nothing, at = np.zeros(len(run)), list(placement.sequence)
+        if pending is not None:
+            alone = self._halves(placement, degrees, variant, run, pending, several)
+            return {name: alone.get(name, nothing)[at] for name in BESIDE}
+        each = self.rows(placement, degrees, variant, several)
         roots, saved = np.array([not row.block for row in placement.rows]), run[:, SAVED]
         reduced = np.array([one.reduced for one in each])
         running = self._running(placement, degrees, variant, run, once, each)
@@ -121,11 +129,8 @@ class StageMemory:
             ended = once[:, GRADIENTS] * (2 if degrees.pp > 1 else 1 + several)
         else:
             ended = stays + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
-        nothing, at = 0.0 * saved, list(placement.sequence)
-        if pending is not None or degrees.pp == 1:
+        if degrees.pp == 1:
             alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved), "released": saved}
-            if pending is not None:
-                alone = self._halves(placement, degrees, variant, run, pending, several)
             return {name: alone.get(name, nothing)[at] for name in BESIDE}
         running = np.maximum(running, np.where(roots, stays, ended) - saved)
         last, left = np.array([(one.last, one.left) for one in each]).T
@@ -152,6 +157,13 @@ class StageMemory:
         # what a stage makes again for all of its blocks, as a bias of a table of a few rows, is reduced last
         found["reduced"] *= [placement.repeated(start)[1] == 0.0 for start in range(len(at))]
         return found
+
+    def rows(self, placement: Placement, degrees: Degrees, variant: Variant, several: bool) -> Sequence[RowGradients]:
+        """Of the weights of every row of a placement."""
+        key = id(placement), degrees, variant, several
+        if key not in self._rows:
+            self._rows[key] = [self.gradients(row.uses, degrees, variant, several) for row in placement.rows]
+        return self._rows[key]
 
     def gradients(self, uses: Sequence[Use], degrees: Degrees, variant: Variant, several: bool) -> RowGradients:
         """Of the weights of a row."""
@@ -196,9 +208,11 @@ class StageMemory:
         self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, pending: Array, several: bool
     ) -> dict[str, Array]:
         """Of every row where some backward is split. What a mixture's backward needs is there in both halves."""
-        found = []
-        for row, resources, waits in zip(placement.rows, run, pending.tolist(), strict=True):
-            apart, own, kept = self._apart(row, degrees, variant), row.halves, float(resources[SAVED])
+        found, key = [], (id(placement), degrees, variant)
+        if key not in self._weights:
+            self._weights[key] = [self._apart(row, degrees, variant) for row in placement.rows]
+        for row, resources, waits, apart in zip(placement.rows, run, pending.tolist(), self._weights[key], strict=True):
+            own, kept = row.halves, float(resources[SAVED])
             space = 0.0
             if row.mixtures:
                 space = float(resources[TRANSIENT]) + sum(self._of_experts(row, degrees, variant))

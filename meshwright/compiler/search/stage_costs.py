@@ -218,7 +218,7 @@ class StageCosts:
         left[list(placement.sequence)] = beside["root"]
         summed = once[:, GRADIENTS] - left if several else left
         if split:  # nothing is reduced before the schedule is done
-            summed = np.array([self.memory.gradients(row.uses, degrees, variant, several).whole for row in placement.rows])
+            summed = np.array([row.whole for row in self.memory.rows(placement, degrees, variant, several)])
         columns = [
             forward, backward, weight + recomputed * split,
             once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - left,
