@@ -873,6 +873,22 @@ def encoder_and_decoder(blocks: int) -> list[Unit]:
     return [embedding, *encoder, *decoder, Unit("head", 1.0, 0.75, 0.75)]
 
 
+@pytest.mark.parametrize("setting", [("1f1b", 4, 1, 8), ("interleaved1f1b", 4, 3, 8), ("zbv", 4, 2, 8)], ids=lambda s: s[0])
+def test_ranks_run_all_kinds_of_units(setting: tuple[str, int, int, int]) -> None:
+    """A time in which they could run either kind of blocks is too short for both: that is said of 85% of the cut that is
+    found, and never of that cut."""
+    name, pp, virtual, m = setting
+    units = encoder_and_decoder(12)
+    nothing, room = OutsideSeconds.nothing(len(units)), np.full(pp, math.inf)
+    found, known = cut(units, pp, virtual, name, m).makespan, Intervals.of([units], range(len(units) + 1))
+
+    def cannot(seconds: float) -> bool:
+        return cannot_run_in(known, name, pp, (virtual, virtual), m, room, nothing, seconds)
+
+    assert cannot(0.85 * found)
+    assert not cannot(found * (1 + 1e-9))
+
+
 @pytest.mark.parametrize(("blocks", "pp", "virtual", "quick"), [(24, 8, 5, 0.97), (24, 4, 7, 0.955)])
 def test_stages_of_a_unit_or_two_are_bounded_nearly(blocks: int, pp: int, virtual: int, quick: float) -> None:
     """As many micro-batches as ranks, and stages so short that whole units decide: no cut is 2% faster than the one that is

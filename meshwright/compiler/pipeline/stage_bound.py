@@ -7,7 +7,8 @@ All drop the order of the units, so equal units are one number ("how many of thi
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``cannot_run_in`` asks whether T seconds are too few: of the most frequent class, a rank runs no more units than its
   seconds and its memory at every moment (``in_flight``) leave room for, programs of two rows and so closed forms, one for each
-  way to count its seconds (``_costs``). If all ranks together cannot run all units of the class, no cut can.
+  way to count its seconds (``_costs``). If all ranks together cannot run all units of the class, no cut can; nor if they cannot
+  run parts of all units, each counted as so many of that class.
 - ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
   ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
   at some moments of its order (``in_flight``) are linear in x; the step T is minimized over divided units.
@@ -133,10 +134,24 @@ def cannot_run_in(
     outside: OutsideSeconds, seconds: float,
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
-    ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
-    classes = classes_of(units, outside, pp * virtual_stages[0])
-    most = whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
-    return most is not None and bool(most.sum() < classes.members.max())
+    ``virtual_stages``: units are left over when every rank has taken what it can, whole ones of the most frequent class alone,
+    or parts of all, each counted as so many of that class as it is on the rank where it is fewest."""
+    known = classes_of(units, outside, pp * virtual_stages[0])
+    alone = _RanksAlone.of(units, known, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
+    if alone is None:
+        return False
+    if alone.most.sum() < known.members.max() or (alone.left < 0.0).any():
+        return True
+    if not math.isfinite(seconds) or len(known.members) == 1:
+        return False
+    costs, common = alone.costs.min(axis=-1), int(known.members.argmax())
+    each = np.full(alone.left.shape, math.inf)  # units of that class, by row and rank
+    np.divide(alone.left, costs[:, :, common], out=each, where=costs[:, :, common] > 0.0)
+    row, ranks, room = each.argmin(axis=0), np.arange(pp), float(each.min(axis=0).sum())
+    if not math.isfinite(room):
+        return False
+    as_many = (costs[row, ranks] / costs[row, ranks, common][:, None]).min(axis=0)
+    return bool(alone.free @ as_many > room * (1 + 1e-9))
 
 
 def whole_units(
@@ -145,22 +160,43 @@ def whole_units(
 ) -> np.ndarray | None:
     """Of the most frequent class, how many units each rank runs at most in a step of ``seconds`` (inf: of any length), [pp];
     None if the schedule does not say."""
-    schedule, counts = schedule_of(name), in_flight(name, pp, virtual_stages, microbatches)
-    if schedule.closed is None or counts is None:
-        return None
-    classes, kinds, members = known
-    common, turns = int(members.argmax()), schedule.closed.turns
-    state, saved, pending, summed = classes[3:7]
-    costs, left = _costs(units, known, name, pp, virtual_stages, microbatches, slowed, seconds)
-    bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
-    room = (capacity - least_transient(units, pp, turns))[:, None] - _beside(units, name, counts, virtual_stages)
-    for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
-        if kind != common:  # the first unit and the last are where they must be
-            room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
-            left[:, rank] -= costs[:, rank, kind].min(axis=-1)
-    least = bytes_[:, :, :, common].min(axis=2)
-    fit = _most(costs[:, :, None, common], left[:, :, None], least, room).min(axis=(0, 2))
-    return np.asarray(np.floor(np.minimum(fit, members[common]) + 1e-6))
+    alone = _RanksAlone.of(units, known, name, pp, virtual_stages, microbatches, capacity, slowed, seconds)
+    return None if alone is None else alone.most
+
+
+class _RanksAlone(NamedTuple):
+    """What each rank can run by itself: ``costs`` of a unit in every row [rows, pp, classes, options], and what is ``left`` for
+    them [rows, pp] when the first and the last unit are where they must be, unless these are of the most frequent class; how
+    many units are ``free`` then [classes]; how many of that class a rank runs at ``most`` within its memory [pp]."""
+
+    costs: np.ndarray
+    left: np.ndarray
+    free: np.ndarray
+    most: np.ndarray
+
+    @classmethod
+    def of(
+        cls, units: Intervals, known: Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int,
+        capacity: np.ndarray, slowed: float, seconds: float,
+    ) -> _RanksAlone | None:
+        """In a step of ``seconds``; None if the schedule does not say."""
+        schedule, counts = schedule_of(name), in_flight(name, pp, virtual_stages, microbatches)
+        if schedule.closed is None or counts is None:
+            return None
+        common, turns = int(known.members.argmax()), schedule.closed.turns
+        state, saved, pending, summed = known.numbers[3:7]
+        costs, left = _costs(units, known, name, pp, virtual_stages, microbatches, slowed, seconds)
+        bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
+        room = (capacity - least_transient(units, pp, turns))[:, None] - _beside(units, name, counts, virtual_stages)
+        free = known.members.copy()
+        for rank, part, kind in ((0, 0, known.kinds[0]), (0 if turns else pp - 1, -1, known.kinds[-1])):
+            if kind != common:
+                room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
+                left[:, rank] -= costs[:, rank, kind].min(axis=-1)
+                free[kind] -= 1
+        least = bytes_[:, :, :, common].min(axis=2)
+        fit = _most(costs[:, :, None, common], left[:, :, None], least, room).min(axis=(0, 2))
+        return cls(costs, left, free, np.asarray(np.floor(np.minimum(fit, known.members[common]) + 1e-6)))
 
 
 def _costs(
@@ -169,7 +205,7 @@ def _costs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of ``cost.timeline.lower_bounds`` as one rank alone sees them: what a unit of every class costs it in each,
     [rows, pp, classes, options], and of what [rows, pp], in a step of ``seconds``. What comes before its work and after it is
-    counted of all units where a micro-batch goes through everything, else of one unit a stage."""
+    counted of all units where a micro-batch goes through everything, else of one unit a stage, of those that take least."""
     schedule, fewest = schedule_of(name), virtual_stages[0]
     assert schedule.closed is not None
     split, turns = schedule.split, schedule.closed.turns
@@ -177,7 +213,8 @@ def _costs(
     back, cheapest = inputs if split else inputs + weights, units.cheapest()[:3, -1]
     ahead, behind = float(cheapest[0]), float(cheapest[1] if split else cheapest[1:].sum())
     down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
-    one_ahead, one_behind, ranks = float(forward.min()) + down, float(back.min()) + up, np.arange(pp)
+    ahead_of, behind_of = (_of_fewest(known, each, sent) for each, sent in ((forward, down), (back, up)))
+    ranks = np.arange(pp)
     sends, others = 2 * pp - 2 if turns else fewest * pp - 1, ranks if turns else ranks[::-1]
     stages = ranks[:, None] + pp * np.arange(len(parts(virtual_stages)) if fewest > 1 else 1)
     if turns:
@@ -188,13 +225,13 @@ def _costs(
         return np.asarray(counts[stages].max(axis=1)[:, None, None])
 
     warm = most(margins.warm) * forward
-    begins = [(none, ranks * one_ahead), (warm, ahead + sends * down + others * one_behind)]
+    begins = [(none, ahead_of[ranks]), (warm, ahead + sends * down + behind_of[others])]
     if margins.turn is not None:
-        begins.append((most(margins.turn) * forward, last * one_ahead))
-    ends = [(none, ranks * one_behind, False), (none - slowed * reduce, 0.0 * ranks, True)]
+        begins.append((most(margins.turn) * forward, ahead_of[last]))
+    ends = [(none, behind_of[ranks], False), (none - slowed * reduce, 0.0 * ranks, True)]
     drains = np.where(margins.warm[stages].sum(axis=1) < microbatches * stages.shape[1], 0.0, -np.inf)
-    drained = drains + behind + sends * up + others * one_ahead
-    for left, then in ((margins.turned, last * one_behind), (margins.drained, drained)):
+    drained = drains + behind + sends * up + ahead_of[others]
+    for left, then in ((margins.turned, behind_of[last]), (margins.drained, drained)):
         if left is not None:
             spared = most(left.backward) * back
             ends += [(spared, then, False), *([(spared + most(left.weight) * weights, then, True)] if split else [])]
@@ -209,6 +246,12 @@ def _costs(
         rows.append((work[False] - warm - back, path + 0.0 * ranks))
     room = seconds - first - np.array([beside for _, beside in rows])
     return np.maximum([cost for cost, _ in rows], 0.0), room  # of all that is spared rounding may leave less than nothing
+
+
+def _of_fewest(known: Classes, seconds: np.ndarray, sent: float) -> np.ndarray:
+    """What 0, 1, 2, ... stages take at least, [units + 1]: one unit each, of ``seconds`` [classes, options], and what is
+    ``sent`` behind it."""
+    return np.concatenate([[0.0], np.cumsum(np.sort(seconds.min(axis=1)[known.kinds]) + sent)])
 
 
 def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
