@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.compiler.placement.choices import Scope, choices, is_piece, suits
+from meshwright.compiler.placement.choices import Scope, is_piece, ways
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
@@ -48,7 +48,7 @@ from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import STAGE, TENSOR, Mesh
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
-from meshwright.ir.rule import OpRule, Placed, place
+from meshwright.ir.rule import OpRule, Placed
 from meshwright.ir.sharding import Sharding
 
 ROOT = ""
@@ -115,18 +115,18 @@ class Builder:
         self.later = scope.structure.kept_later
         self._charged: set[str] = set()
         self._gathered = 0.0  # bytes of what a block gathers, at least
-        self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
+        self._told_apart = bool(scope.fixed != NOTHING_FIXED or scope.pins.tensors or self.costs.modules is not None)
+        self._operators: dict[object, tuple[list[dict[str, str]], list[Placed]]] = {}
+        self._priced: dict[object, Array] = {}
         self._free = self
         if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
             self._free = Builder(replace(scope, fixed=NOTHING_FIXED), schedule, tables, handed=handed, fused=fused,
                                  root_variants=root_variants, moments=moments)
 
-    def build(self, position: Position, alike: int) -> Model:
-        """The model of one position; ``alike``: a number that positions have in common which differ in their kernels alone. A
-        tied weight is charged to the first position built that reads it. Raises PlanError where an operator or value has no
-        choice at all: a file may hold decisions that contradict each other."""
-        told_apart = self.scope.fixed != NOTHING_FIXED or self.scope.pins.tensors or self.costs.modules is not None
-        model = self._built(position, None if told_apart else alike)
+    def build(self, position: Position) -> Model:
+        """The model of one position. A tied weight is charged to the first position built that reads it. Raises PlanError where
+        an operator or value has no choice at all: a file may hold decisions that contradict each other."""
+        model = self._built(position)
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
             self._root_variant(model, position)
@@ -144,11 +144,11 @@ class Builder:
         raise PlanError(f"nothing runs on {self.mesh} with microbatches={self.schedule.microbatches}: {what} has no placement "
                         f"left")
 
-    def _built(self, position: Position, alike: int | None = None) -> Model:
+    def _built(self, position: Position) -> Model:
         model = Model()
         ops = position.ops(self.graph)
-        for number, op in enumerate(ops):
-            found, placed, unary = self._operator(op) if alike is None else self._operator_of(op, (alike, number))
+        for op in ops:
+            found, placed, unary = self._operator(op)
             model.add(unary)
             model.op_choices.append(found)
             model.placed.append(placed)
@@ -176,24 +176,24 @@ class Builder:
 
     # operators
 
-    def _operator_of(self, op: Op, key: tuple[int, int]) -> tuple[list[dict[str, str]], list[Placed], Array]:
-        """``_operator`` of one of some operators that are alike: choices are found once, and priced again in another kernel."""
-        known = self._priced.get(key)
-        if known is None:
-            known = self._priced[key] = (*self._operator(op), self.fused[op.name])
-        found, placed, unary, fused = known
-        return found, placed, unary.copy() if fused == self.fused[op.name] else self._prices(op, found, placed)
-
     def _operator(self, op: Op) -> tuple[list[dict[str, str]], list[Placed], Array]:
-        """The choices of an operator, what they make of operands and results, and their resources."""
-        rule = self.rules[op.name]
-        found = choices(op, rule, self.scope, self.schedule.time.get(op.name))
-        differentiable = [self.graph.values[name].differentiable for name in op.inputs]
-        placed = [place(rule, assignment, self.mesh, differentiable) for assignment in found]
-        if not self.handed.keys().isdisjoint((*op.inputs, *op.outputs)):
-            kept = [n for n, where in enumerate(placed) if suits(op, where, self.handed)]
-            found, placed = [found[n] for n in kept], [placed[n] for n in kept]
-        return found, placed, self._prices(op, found, placed)
+        """The choices of an operator, what they make of operands and results, and their resources: found once for all twins
+        (``Structure.twin``) that are cut alike and handed the same forms, and priced once for those of the same kernel."""
+        like: object = op.name
+        time, names = self.schedule.time.get(op.name), (*op.inputs, *op.outputs)
+        if not self._told_apart:
+            like = (
+                self.scope.structure.twin(op), time, self.schedule.times(op.name),
+                self.scope.of_every_sample.isdisjoint(op.outputs),
+                *(self.tables.shapes[name] for name in names), *(self.handed.get(name) for name in names),
+            )
+        if like not in self._operators:
+            flows = [self.graph.values[name].differentiable for name in op.inputs]
+            self._operators[like] = ways(op, self.rules[op.name], self.scope, time, flows, self.handed)
+        kernel = like, self.fused[op.name]
+        if kernel not in self._priced:
+            self._priced[kernel] = self._prices(op, *self._operators[like])
+        return *self._operators[like], self._priced[kernel].copy()
 
     def _prices(self, op: Op, found: Sequence[dict[str, str]], placed: Sequence[Placed]) -> Array:
         """Resources [choices, K] of an operator."""

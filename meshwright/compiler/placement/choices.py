@@ -232,6 +232,18 @@ def handed_out(names: Iterable[str], scope: Scope, schedule: Schedule) -> dict[s
     return {**forms, **split}
 
 
+def ways(
+    op: Op, rule: OpRule, scope: Scope, time: str | None, differentiable: Sequence[bool], handed: Mapping[str, Sharding]
+) -> tuple[list[dict[str, str]], list[Placed]]:
+    """The choices of an operator that suit what it is ``handed`` and hands out, and what they make of operands and results."""
+    found = choices(op, rule, scope, time)
+    placed = [place(rule, assignment, scope.mesh, differentiable) for assignment in found]
+    if not handed.keys().isdisjoint((*op.inputs, *op.outputs)):
+        kept = [n for n, where in enumerate(placed) if suits(op, where, handed)]
+        found, placed = [found[n] for n in kept], [placed[n] for n in kept]
+    return found, placed
+
+
 def suits(op: Op, where: Placed, handed: Mapping[str, Sharding]) -> bool:
     """Whether an operator so placed makes what it hands out in its form, and reads pieces of what it is handed."""
     made = zip(op.outputs, where.results, strict=True)

@@ -145,7 +145,7 @@ class Problem:
             first = keys.setdefault(key, number)
             self._serves.append(first)
             if first == number:
-                models[number] = self.builder.build(position, self._alike[number])
+                models[number] = self.builder.build(position)
         self._models = reachable(models, self._serves)
         self._known_repeats: dict[tuple[int, str], Repeats] = {}
         self._known_uses: dict[tuple[int, Variant], list[Array]] = {}

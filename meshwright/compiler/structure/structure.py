@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
-from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
+from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes, sequence_dims
 from meshwright.compiler.structure.meeting import meeting
 from meshwright.compiler.structure.microbatch import check_groups, made_alone, split_alike, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
@@ -35,6 +35,8 @@ class Structure:
         self.choices: dict[object, tuple[list[list[str | None]], dict[object, list[dict[str, str]]]]] = {}
         self._kinds: dict[str, dict[str, frozenset[str]]] = {}
         self._contracted: dict[str, frozenset[str]] = {}
+        self._twins: dict[str, int] = {}
+        self._numbers: dict[object, int] = {}
         self._schedules: dict[int, Schedule] = {}
         self._whole: set[tuple[int, int]] = set()
         self._shapes: dict[int, dict[str, Shape]] = {}
@@ -75,7 +77,7 @@ class Structure:
     def contracted(self, op: Op) -> frozenset[str]:
         """Factors of the weights, trained or frozen, that an operator contracts or looks rows up in."""
         if op.name not in self._contracted:
-            rule, weights = self.rules[op.name], {param.value for param in self.graph.params if not param.buffer}
+            rule, weights = self.rules[op.name], self.weights
             results = {factor for dims in rule.results for factor in dims}
             self._contracted[op.name] = frozenset(
                 factor for name, dims in zip(op.inputs, rule.operands, strict=True)
@@ -83,6 +85,40 @@ class Structure:
                 for factor in dims if factor is not None
             )
         return self._contracted[op.name]
+
+    def twin(self, op: Op) -> int:
+        """A number that operators share which have the same choices at the same costs, on every mesh on which what they read
+        and make is cut alike: calls under one rule (``RuleBook.rule_for``), whose factors and values play the same parts."""
+        if op.name not in self._twins:
+            rule, known = self.rules[op.name], self.rules.operators[op.target]
+            kept_later = bool(rule.algorithms or rule.grouped or known.kind == "loss" or known.cost.again is not None)
+            key = (
+                id(rule), op.target, tuple(self.kinds(op).values()), self.contracted(op), self.meeting.get(op.name),
+                self.stacked.products.get(op.name), op.name in self.slight, op.name in self.graph.parameter_free,
+                self.kept[op.name], self.kept_if_split.get(op.name), self.kept_later.get(op.name, 0.0) if kept_later else 0.0,
+                tuple(map(self._part_of, op.inputs)), tuple(map(self._part_of, op.outputs)),
+            )
+            self._twins[op.name] = self._numbers.setdefault(key, len(self._numbers))
+        return self._twins[op.name]
+
+    def _part_of(self, name: str) -> tuple[object, ...]:
+        """What a value is to the operators that read or make it."""
+        value = self.graph.values[name]
+        return (value.shape, value.dtype, value.differentiable, self._sequences.get(name),
+                *(name in part for part in (self._trained, self.tied, self.of_parameters, self.saved.values)))
+
+    @cached_property
+    def _sequences(self) -> dict[str, int]:
+        return sequence_dims(self.graph, self.handed_on, self.classes, self.batch)
+
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        return frozenset(param.value for param in self.graph.params if param.trainable)
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """Parameters, trained or frozen."""
+        return frozenset(param.value for param in self.graph.params if not param.buffer)
 
     @cached_property
     def meeting(self) -> dict[str, str]:
@@ -103,8 +139,7 @@ class Structure:
         """Elements of the weights that an operator contracts."""
         if not self.contracted(op):
             return 0
-        weights = {param.value for param in self.graph.params if not param.buffer}
-        return sum(math.prod(self.graph.values[name].shape) for name in op.inputs if self._viewed(name) in weights)
+        return sum(math.prod(self.graph.values[name].shape) for name in op.inputs if self._viewed(name) in self.weights)
 
     def _viewed(self, name: str) -> str:
         """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
