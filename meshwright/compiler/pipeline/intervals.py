@@ -222,24 +222,32 @@ class Intervals:
         """Sums of what units release before each position, [options, n + 1]."""
         return self.gone[:, 0]
 
+    def _gone_in(self, at: int) -> np.ndarray:
+        """One of the sums ``gone`` of every interval, [options, n + 1, n + 1]."""
+        found = self.gone[:, at, None, :] - self.gone[:, at, :, None]
+        for one in self.shared if at in (1, 2) else ():
+            found[:, : one.before + 1, one.at + 1 :] -= one.root
+        return np.asarray(found)
+
+    @functools.cached_property
+    def left(self) -> np.ndarray:
+        """Bytes that the last reduction of every interval leaves, [options, n + 1, n + 1]."""
+        root = self._gone_in(1)
+        left = np.zeros(root.shape)
+        left[:, :-1] = np.where(root[:, :-1] > 0.0, root[:, :-1], self.reduced[:, :, None])
+        return left
+
     @functools.cached_property
     def beside(self) -> Transients:
         """Of every interval as a stage (``transients.beside_of``), [options, n + 1, n + 1] each."""
-        released, root, closed, freed, finished = (self.gone[:, :, None, :] - self.gone[:, :, :, None]).swapaxes(0, 1)
-        for one in self.shared:
-            for of in (root, closed):
-                of[:, : one.before + 1, one.at + 1 :] -= one.root
-        left, last = np.zeros(root.shape), np.zeros(root.shape)
-        left[:, :-1] = np.where(root[:, :-1] > 0.0, root[:, :-1], self.reduced[:, :, None])
+        released, closed, freed, finished = map(self._gone_in, (0, 2, 3, 4))
+        left, last = self.left, np.zeros(released.shape)
         last[:, :, 1:] = self.last[0][:, None]
-        inner, most, final = self.inner[0].copy(), np.zeros(root.shape), np.zeros(root.shape)
-        for i in range(self.count):
-            inner[:, i] = self.inner[1, :, i]
-            most[:, i, i + 1 :] = _behind(inner[:, i:], self.peak[0, :, i:], self.released[:, i:])
-            inner[:, i] = self.inner[0, :, i]
-            most[:, i, i + 1], last[:, i, i + 1] = self.peak[1, :, i], self.last[1, :, i]
-            if self.final.any():
-                final[:, i, i + 1 :] = _behind(self.final[:, i:], self.final[:, i:], self.gone[:, 3, i:])
+        own, alone = self.final, np.arange(self.count)
+        last[:, alone, alone + 1] = self.last[1]
+        most = _behind_each(self.inner[0], self.inner[1], self.peak[0], self.released)
+        most[:, alone, alone + 1] = self.peak[1]
+        final = _behind_each(own, own, own, self.gone[:, 3]) if own.any() else np.zeros(released.shape)
         most, final = np.maximum(most, closed - released), np.maximum(final, finished - freed)
         if self.splits:  # torch leaves all of the first stage to W
             most[:, 0] = last[:, 0] = 0.0
@@ -259,7 +267,7 @@ class Intervals:
     @functools.cached_property
     def least_left(self) -> np.ndarray:
         """Bytes that the last reduction of every interval leaves at least, [n + 1, n + 1]."""
-        return np.asarray(self.beside.left.min(axis=0))
+        return np.asarray(self.left.min(axis=0))
 
     @functools.cached_property
     def least_transient(self) -> np.ndarray:
@@ -327,6 +335,19 @@ def _behind(inner: np.ndarray, peak: np.ndarray, released: np.ndarray) -> np.nda
     found = peak.copy()
     before = np.maximum.accumulate(inner[:, :-1] + released[:, 1:-1], axis=1) - released[:, 2:]
     found[:, 1:] = np.maximum(found[:, 1:], before)
+    return found
+
+
+def _behind_each(inner: np.ndarray, first: np.ndarray, peak: np.ndarray, released: np.ndarray) -> np.ndarray:
+    """``_behind`` of stages that begin with each unit, of which ``first`` is inner then: [options, n + 1, n + 1], 0 of none."""
+    count = inner.shape[1]
+    found, alone = np.zeros((len(inner), count + 1, count + 1)), np.arange(count - 1)
+    sums = np.where(np.tri(count - 1, k=-1, dtype=bool), -np.inf, (inner[:, :-1] + released[:, 1:-1])[:, None])
+    sums[:, alone, alone] = first[:, :-1] + released[:, 1:-1]
+    np.maximum.accumulate(sums, axis=2, out=sums)
+    sums -= released[:, None, 2:]
+    found[:, :-1, 1:] = np.where(np.tri(count, k=-1, dtype=bool), 0.0, peak[:, None])
+    np.maximum(found[:, :-2, 2:], sums, out=found[:, :-2, 2:], where=~np.tri(count - 1, k=-1, dtype=bool))
     return found
 
 
@@ -504,12 +525,12 @@ def _steps(bytes_: np.ndarray, work: np.ndarray) -> list[_Step]:
     """The lower hulls from every unit's first option to its smallest, [options, n], cheapest steps first; ratios that are
     nearly the same are one, the least of them."""
     found: dict[float, np.ndarray] = {}
-    known: dict[bytes, list[tuple[float, float, int]]] = {}
-    for unit in np.flatnonzero((bytes_ < bytes_[0]).any(axis=0)).tolist():
-        held, takes = bytes_[:, unit], work[:, unit]
-        key = np.concatenate([held, takes]).tobytes()
+    known: dict[tuple[tuple[float, ...], ...], list[tuple[float, float, int]]] = {}
+    units = np.flatnonzero((bytes_ < bytes_[0]).any(axis=0))
+    numbers = zip(*(map(tuple, of[:, units].T.tolist()) for of in (bytes_, work)), strict=True)
+    for unit, key in zip(units.tolist(), numbers, strict=True):
         if key not in known:
-            known[key] = hull(held, takes)
+            known[key] = hull(*key)
         for ratio, frees, _ in known[key]:
             found.setdefault(ratio, np.zeros(len(bytes_.T)))[unit] += frees
     merged: list[_Step] = []
@@ -525,26 +546,26 @@ _ALIKE = 1.001
 """Prices of a byte that differ by less are taken as the lower one."""
 
 
-def hull(bytes_: np.ndarray, seconds: np.ndarray) -> list[tuple[float, float, int]]:
+def hull(bytes_: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float, int]]:
     """The steps of the lower hull from the first option on, cheapest first: seconds a byte, bytes freed, the option reached."""
     at, steps = 0, list[tuple[float, float, int]]()
     while True:
-        frees, costs = bytes_[at] - bytes_, np.maximum(seconds - seconds[at], 0.0)
-        smaller = np.flatnonzero(frees > 0)
-        if not len(smaller):
+        here, now = bytes_[at], seconds[at]
+        smaller = [(max(takes - now, 0.0) / (here - held), held - here, option)
+                   for option, (held, takes) in enumerate(zip(bytes_, seconds, strict=True)) if here > held]
+        if not smaller:
             return steps
-        ratios = costs[smaller] / frees[smaller]
-        best = int(smaller[np.lexsort((-frees[smaller], ratios))[0]])
-        steps.append((float(costs[best] / frees[best]), float(frees[best]), best))
-        at = best
+        ratio, more, at = min(smaller)  # the options are few: numbers of Python's take a fraction of the time of arrays
+        steps.append((ratio, -more, at))
 
 
 def _of_intervals(chosen: np.ufunc, peak: np.ndarray, released: np.ndarray) -> Matrix:
     """The largest or smallest (``chosen``) of every interval's units, each less what those behind it release: of ``peak`` [n]
     and sums ``released`` [n + 1], [n + 1, n + 1]; 0 of none."""
     found: np.ndarray = np.zeros((len(released), len(released)))
-    for i in range(len(peak)):
-        found[i, i + 1 :] = chosen.accumulate(peak[i:] + released[i + 1 :]) - released[i + 1 :]
+    none, empty = np.tri(len(peak), k=-1, dtype=bool), -np.inf if chosen is np.maximum else np.inf
+    sums = chosen.accumulate(np.where(none, empty, peak + released[1:]), axis=1) - released[1:]
+    found[:-1, 1:] = np.where(none, 0.0, sums)
     return found
 
 

@@ -96,7 +96,7 @@ class _Rank:
         moment = self._bytes(np.zeros(len(self.units), dtype=np.int64)).argmax()
         bytes_ = np.einsum("cu,cou->ou", self.weights[:, moment], self.held)
         return [(ratio, unit, to) for unit in self.units.tolist()
-                for ratio, _, to in hull(bytes_[:, unit], self.work[:, unit])]
+                for ratio, _, to in hull(bytes_[:, unit].tolist(), self.work[:, unit].tolist())]
 
     def eased(self, chosen: np.ndarray, order: np.ndarray | None) -> np.ndarray:
         """With every unit, the dearest change first, or that of the last stage in the ``order``, under the fastest option that

@@ -567,5 +567,7 @@ def classes_of(units: Intervals, outside: OutsideSeconds, stages: int) -> Classe
     numbers = np.concatenate([units.each(stages), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
-    _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    return Classes(numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members)
+    rows = list(map(tuple, keys.tolist()))
+    number = {row: n for n, row in enumerate(sorted(set(rows)))}  # few of many: ``np.unique`` sorts all of them
+    kinds, where = np.array([number[row] for row in rows]), [rows.index(row) for row in number]
+    return Classes(numbers[:, :, where].transpose(0, 2, 1), kinds, np.bincount(kinds))
