@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.compiler.placement.blockmodel import priced, read_apart
+from meshwright.compiler.placement.blockmodel import read_apart
+from meshwright.compiler.placement.calls import priced
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     GATHER,

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.compiler.placement.calls import called, work_of
 from meshwright.compiler.placement.choices import Scope, is_piece, ways
 from meshwright.compiler.placement.costs import (
-    BACKWARD,
-    FORWARD,
     GRADIENTS,
-    HOST,
-    HOST_BACK,
     MOMENTS,
     RESOURCES,
     SAVED,
     SEND,
-    SEND_BACK,
     TRANSIENT,
     TRANSIENT_ROWS,
-    Costs,
     Neighbours,
     Variant,
 )
@@ -37,18 +33,17 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED
 from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all, only
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
-from meshwright.compiler.structure.activations import local_shapes, operand_shapes, shares_of
+from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.moments import GradientsAlive, gradients_alive
 from meshwright.cost.memory.saved import saved_beside
 from meshwright.cost.memory.working import beside_output, comes_aside, copied, held_outputs, run_as, space
-from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import STAGE, TENSOR, Mesh
+from meshwright.ir.mesh import STAGE, TENSOR
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
-from meshwright.ir.rule import OpRule, Placed
+from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding
 
 ROOT = ""
@@ -404,8 +399,8 @@ class Builder:
         again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
                  for one in held]
         found = dict[int, _Held]()
-        for of, part in ((np.min, 0.0), (np.max, 1.0)) if held else ():  # some choices gather far more again than is there else
-            there = kept.bytes(of) + _weights(self, model, of)
+        for of, part in ((0, 0.0), (-1, 1.0)) if held else ():  # some choices gather far more again than is there else
+            there = kept.bytes(of) + _weights(self, model, np.max if of else np.min)
             bytes_ = [one.bytes(of) + float(there[one.at]) + part * more for one, more in zip(held, again, strict=True)]
             found |= {(worst := held[bytes_.index(max(bytes_))]).at: worst}
         if len(found) == 1 and max(again):
@@ -414,7 +409,7 @@ class Builder:
         for moment, at in zip(MOMENTS, found, strict=False):
             kept.put(moment, at)
             found[at].put(moment)
-        least = max((one.bytes(np.min) for one in found.values()), default=0.0)
+        least = max((one.bytes(0) for one in found.values()), default=0.0)
         for number, (e, until) in enumerate(zip(model.edges, kept.until, strict=True)):
             there = self.tables.held(e.table, tuple(at >= max(until, 0) for at in model.moments),
                                      tuple(at == until for at in model.moments))
@@ -458,14 +453,14 @@ class _Kept:
         as_it_lies = {at for at in handed if not any(state.mirrored for one in model.placed[at] for state in one.results)}
         self.until = [-1 if e.i in as_it_lies or at >= len(ops) else at for e, at in zip(model.edges, last, strict=True)]
         self.of = [-1 if var >= len(ops) or var in handed else var for var in range(len(model.unary))]
+        known = {id(table): _ends(table[..., SAVED]) for table in (*model.unary, *(e.table for e in model.edges))}
+        self._ends = [known[id(table)] for table in (*model.unary, *(e.table for e in model.edges))]
 
-    def bytes(self, of: Callable[[Array], float]) -> Array:
-        """What is there while each operator's backward runs, of the fewest or the most that all choices keep."""
+    def bytes(self, of: int) -> Array:
+        """What is there while each operator's backward runs, of the fewest (0) or the most (-1) that all choices keep."""
         found = np.zeros(self.count)
-        tables = [*(unary[..., SAVED] for unary in self.model.unary), *(e.table[..., SAVED] for e in self.model.edges)]
-        for table, until in zip(tables, (*self.of, *self.until), strict=True):
-            finite = table[np.isfinite(table)]
-            found[max(until, 0) :] += float(of(finite)) if finite.size else 0.0
+        for ends, until in zip(self._ends, (*self.of, *self.until), strict=True):
+            found[max(until, 0) :] += ends[of]
         return found
 
     def put(self, moment: int, at: int) -> None:
@@ -482,6 +477,25 @@ class _Kept:
                             for e, until in zip(self.model.edges, self.until, strict=True)]
 
 
+def _ends(bytes_: Array) -> tuple[float, float]:
+    """The least and the most of what is finite; nothing where nothing is."""
+    finite = bytes_[np.isfinite(bytes_)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+class _Part(NamedTuple):
+    """Bytes [choices] by a variable, and the least and the most of them."""
+
+    var: int
+    bytes_: Array
+    ends: tuple[float, float]
+
+    @classmethod
+    def of(cls, var: int, bytes_: Array) -> _Part:
+        """Those of some bytes."""
+        return cls(var, bytes_, (float(bytes_.min()), float(bytes_.max())))
+
+
 class _Lying:
     """Bytes of a value's gradient while an operator's backward runs, by the variable whose choices say how it lies."""
 
@@ -489,9 +503,9 @@ class _Lying:
         self.model, self.ops, self.tables = model, ops, tables
         copies = {var for var, _ in model.copies.values()}
         self._first = {var: min(e.j for e in model.edges if e.i == var) for var in copies}
-        self._known: dict[tuple[str, int], tuple[int, Array]] = {}
+        self._known: dict[tuple[str, int], _Part] = {}
 
-    def part(self, name: str, at: int) -> tuple[int, Array] | None:
+    def part(self, name: str, at: int) -> _Part | None:
         """None where nothing says how it lies. As long as some readers of a copy have not run it lies as the copy does."""
         copy, copied = self.model.copies.get(name, (-1, []))
         if copy >= 0 and self._first[copy] < at:
@@ -500,12 +514,12 @@ class _Lying:
             return self._part(name, self.model.makers[name], None)
         return self._part(name, *self.model.states[name]) if name in self.model.states else None
 
-    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> tuple[int, Array]:
+    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> _Part:
         if (name, var) not in self._known:
             if states is None:
                 result = self.ops[var].outputs.index(name)
                 states = [one.results[result] for one in self.model.placed[var]]
-            self._known[name, var] = var, np.array([self.tables.bytes(name, state) for state in states])
+            self._known[name, var] = _Part.of(var, np.array([self.tables.bytes(name, state) for state in states]))
         return self._known[name, var]
 
 
@@ -517,16 +531,16 @@ class _Held:
         self.parts = [part for part in (lying.part(name, at) for name in alive.values) if part is not None]
         placed = self.model.placed[at]
         made = [sum(tables.bytes(op.inputs[k], one.operands[k]) for k in alive.makes) for one in placed]
-        self.parts.append((at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
+        self.parts.append(_Part.of(at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
 
-    def bytes(self, of: Callable[[Array], float]) -> float:
-        """Of the fewest, or the most, of all choices."""
-        return sum(float(of(bytes_)) for _, bytes_ in self.parts)
+    def bytes(self, of: int) -> float:
+        """Of the fewest (0), or the most (-1), of all choices."""
+        return sum(part.ends[of] for part in self.parts)
 
     def put(self, moment: int) -> None:
         """Count it as what is held at a moment."""
-        for var, bytes_ in self.parts:
-            self.model.unary[var][:, moment] += bytes_
+        for part in self.parts:
+            self.model.unary[part.var][:, moment] += part.bytes_
 
 
 def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Array:
@@ -543,44 +557,6 @@ def _last_read(model: Model, var: int) -> int:
     """The last operator that reads a parameter, whose variable may be an operator's or its own."""
     count = len(model.op_choices)
     return var if var < count else max((e.j for e in model.edges if e.i == var and e.j < count), default=-1)
-
-
-def work_of(
-    op: Op, graph: Graph, where: Placed, mesh: Mesh, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]]
-) -> Work:
-    """A call's work on local shapes. ``where``: the shardings; ``read``, ``made``: shapes before they are split."""
-    return Work.of(op, graph, local_shapes(where, read, mesh, False), local_shapes(where, made, mesh, True))
-
-
-def called(
-    op: Op, rule: OpRule, assignment: Mapping[str, str], operator: Operator, work: Work, graph: Graph, costs: Costs,
-    fused: Fused | None, read: Sequence[tuple[int, ...]], times: int,
-) -> Array:
-    """Resources of a call under an assignment, which runs so often a step; what it saves is what is neither an operand nor a
-    result. ``work``: on local shapes; ``read``: shapes of the operands before they are split."""
-    row = np.zeros(RESOURCES)
-    seconds = priced(op, rule, assignment, operator, work, graph, costs, fused, read)
-    row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
-    row[SAVED] = saved_beside(operator, work)
-    return row
-
-
-def priced(
-    op: Op, rule: OpRule, assignment: Mapping[str, str], operator: Operator, work: Work, graph: Graph, costs: Costs,
-    fused: Fused | None, read: Sequence[tuple[int, ...]],
-) -> tuple[float, float, float, float, float, float]:
-    """Seconds of a call under an assignment: forward, backward, of the host, and of what it sends inside. ``work``: on local
-    shapes; ``read``: shapes of the operands before they are split."""
-    algorithm = next((one for name in assignment.values() if (one := rule.algorithm(name)) is not None), None)
-    counted = work if algorithm is None else Work.of(op, graph, algorithm.work(work.operands, read), list(work.results))
-    forward, backward, *host = costs.op(op.target, operator, counted, fused)
-    ahead, back = costs.measured(op.name, assignment)
-    forward, backward = forward * ahead, backward * back
-    inside = costs.internal(rule, assignment, shares_of(op, graph, read))
-    if algorithm is not None:
-        forward, backward, *waits = costs.algorithm(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
-        inside = inside[0] + waits[0], inside[1] + waits[1]
-    return forward, backward, host[0], host[1], *inside
 
 
 def pruned(model: Model, fewer: Collection[int] | None = None) -> Model:

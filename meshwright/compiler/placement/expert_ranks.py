@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.blockmodel import called, work_of
+from meshwright.compiler.placement.calls import called, work_of
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs
 from meshwright.compiler.placement.problem import AHEAD

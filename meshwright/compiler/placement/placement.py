@@ -30,6 +30,7 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.compiler.placement.calls import ring_waits
 from meshwright.compiler.placement.choices import Scope, check_named, check_sequence, choices, pays_mirrored
 from meshwright.compiler.placement.costs import (
     SAVED,
@@ -40,7 +41,6 @@ from meshwright.compiler.placement.costs import (
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, dearer, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
-from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.pinned import read_pin, told_apart
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.reader import LIGHT, SolutionReader
