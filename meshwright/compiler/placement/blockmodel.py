@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.compiler.placement.calls import called, work_of
+from meshwright.compiler.placement.calls import PRICED, priced, work_of
 from meshwright.compiler.placement.choices import Scope, is_piece, ways
 from meshwright.compiler.placement.costs import (
     GRADIENTS,
@@ -202,11 +203,10 @@ class Builder:
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
         differentiable = [self.graph.values[name].differentiable for name in op.inputs]
         later = self.later.get(op.name, 0.0) / (self.schedule.microbatches if times > 1 else 1)
-        unary = np.zeros((len(found), RESOURCES))
+        unary, seconds = np.zeros((len(found), RESOURCES)), []
         for row, assignment, where in zip(unary, found, placed, strict=True):
-            fused = self.fused[op.name]
             work = work_of(op, self.graph, where, self.mesh, read, made)
-            row[:] = called(op, rule, assignment, operator, work, self.graph, self.costs, fused, read, times)
+            seconds.append(priced(op, rule, assignment, operator, work, self.graph, self.costs, self.fused[op.name], read))
             run, work = run_as(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made), work)
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
@@ -216,6 +216,7 @@ class Builder:
                 row[SAVED] += sum(self.tables.bytes(op.inputs[at], where.operands[at]) for at in kept)
             if not self.moments or operator.kind == "loss":
                 row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
+        unary[:, PRICED] = np.array(seconds).reshape(-1, len(PRICED)) * times
         return unary
 
     def spaces(self, op: Op, found: Sequence[dict[str, str]], placed: Sequence[Placed]) -> Array:
@@ -282,14 +283,12 @@ class Builder:
         takes: bool = False,
     ) -> None:
         """``takes``: readers can only take pieces of what is there."""
-        sources, targets = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(want))
-        rows = {state: number for number, state in enumerate(sources)}
-        cols = {state: number for number, state in enumerate(targets)}
+        (sources, rows), (targets, cols) = _numbered(have), _numbered(want)
         table = self.tables.reshard(name, sources, targets, saving)
         if takes:
             inside = np.array([[is_piece(target, source) for target in targets] for source in sources])
             table = np.where(inside[:, :, None], table, np.inf)
-        model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
+        model.edges.append(Edge(i, j, table, rows, cols))
 
     def _loses(self, position: Position, at: int) -> bool:
         ops = position.ops(self.graph)
@@ -436,6 +435,13 @@ class Builder:
             and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
         }
         return float(sum(numel for numel in found.values() if numel <= JOINED))
+
+
+def _numbered(states: Sequence[Sharding]) -> tuple[tuple[Sharding, ...], NDArray[np.intp]]:
+    """Each of some shardings once, and which of these all are."""
+    numbers = dict[Sharding, int]()
+    found = np.array([numbers.setdefault(state, len(numbers)) for state in states])
+    return tuple(numbers), found
 
 
 class _Kept:

@@ -24,6 +24,9 @@ from meshwright.ir.pins import RING, WINDOW
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 
+PRICED = (FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK)
+"""The resources of a call that are seconds, as ``priced`` gives them."""
+
 
 def work_of(
     op: Op, graph: Graph, where: Placed, mesh: Mesh, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]]
@@ -40,7 +43,7 @@ def called(
     result. ``work``: on local shapes; ``read``: shapes of the operands before they are split."""
     row = np.zeros(RESOURCES)
     seconds = priced(op, rule, assignment, operator, work, graph, costs, fused, read)
-    row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
+    row[list(PRICED)] = np.array(seconds) * times
     row[SAVED] = saved_beside(operator, work)
     return row
 
@@ -56,7 +59,7 @@ def priced(
     forward, backward, *host = costs.op(op.target, operator, counted, fused)
     ahead, back = costs.measured(op.name, assignment)
     forward, backward = forward * ahead, backward * back
-    inside = costs.internal(rule, assignment, shares_of(op, graph, read))
+    inside = costs.internal(rule, assignment, shares_of(op, graph, read)) if rule.internal else (0.0, 0.0)
     if algorithm is not None:
         forward, backward, *waits = costs.algorithm(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
         inside = inside[0] + waits[0], inside[1] + waits[1]
