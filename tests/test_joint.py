@@ -957,10 +957,14 @@ def test_what_waits_between_the_halves_of_a_backward_counts(
     (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 4, "dp": 1, "tp": 1, "schedule": "zb"}),
     (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
     (partial(gpt, 8, 1024, 8, 16, 512, 16384), {"pp": 2, "dp": 1, "tp": 2, "schedule": "zbv", "microbatches": 4}),
-], ids=["ranks alone", "data ranks", "v"])
+    (partial(llama, 8, 4096, 16, 2048, 32000, 11008), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
+    (partial(llama, 8, 4096, 16, 2048, 32000, 11008), {"pp": 4, "dp": 2, "tp": 1, "schedule": "dualpipev"}),
+    (partial(family, "t5"), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
+], ids=["ranks alone", "data ranks", "v", "sums that come", "whole ones beside", "made ahead"])
 def test_each_half_of_a_backward_has_what_it_needs_at_its_own_moments(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
     """Gradients of activations are there in I, beside those that wait, those of weights and their copies in W, as that of a
-    table in a stage of its own; logits of a micro-batch at work while its head runs. On every rank."""
+    table in a stage of its own; logits of a micro-batch at work while its head runs. Sums come as the first W goes on, and are
+    added to in place. What a stage makes ahead of all that enters waits for W. On every rank."""
     where = Cluster.parse(f"h100:1x{pins['pp'] * pins['dp'] * pins['tp']}")
     plan = make_plan(graph(), where, Pins(**{"microbatches": 8, **pins}), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank

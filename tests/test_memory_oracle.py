@@ -26,7 +26,8 @@ PROGRAMS = (
 AT_REST = ("gpt2-small zero 0", "vit zero 3 bf16", "mixtral zero 2")
 """Of which the optimizer's state is compared too, which both count alike."""
 PIPELINES = (
-    "gpt2-small zb", "gpt2-small zbv", "gpt2-small zbv dp 2 bf16", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective",
+    "gpt2-small zb", "gpt2-small zbv", "gpt2-small zb dp 2 bf16", "gpt2-small zbv dp 2 bf16", "gpt2-small pp 4 zero 3",
+    "llama-110m pp 2 selective",
     "llama-weights pp 4 bf16", "llama-weights tp 2 bf16", "mixtral balanced interleaved",
 )
 
@@ -79,10 +80,10 @@ def test_activations_fall_with_the_ranks_of_a_sequence() -> None:
 def test_pipelines() -> None:
     """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
     found = rows(*PIPELINES)
-    assert len(found) == 2 + 2 + 2 + 4 + 2 + 4 + 1 + 2
+    assert len(found) == 2 + 2 + 2 + 2 + 4 + 2 + 4 + 1 + 2
     check(found)
     split = [row["error"] for row in found if "zb" in row["name"]]
-    assert len(split) == 6
+    assert len(split) == 8
     assert max(map(abs, split)) < 0.01
 
 

@@ -42,12 +42,13 @@ Option = tuple[tuple[int, ...], tuple[int, ...], float]
 
 def random_units(n: int, seed: int) -> list[Unit]:
     rng = np.random.default_rng(seed)
-    columns, ends = rng.random((9, n)), 0.3 * rng.random((12, n))
+    columns, ends, come = rng.random((9, n)), 0.3 * rng.random((12, n)), rng.random(n)
     return [
         Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i],
              released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i],
              gathered=0.3 * ends[4, i], ended=2.0 * ends[5, i], reduced=ends[6, i], root=ends[7, i] * (i in (0, n - 1)),
-             closed=ends[8, i], last=9.0 * ends[9, i], freed=ends[10, i], finished=9.0 * ends[11, i])
+             closed=ends[8, i], last=9.0 * ends[9, i], freed=ends[10, i], finished=9.0 * ends[11, i],
+             early=9.0 * ends[9, i] * come[i])
         for i in range(n)
     ]
 
@@ -80,6 +81,11 @@ def final_by_hand(stage: list[Unit]) -> float:
     return max(*alive, sum(u.finished for u in stage) - sum(u.freed for u in stage))
 
 
+def early_by_hand(stage: list[Unit]) -> float:
+    """The same of the first W, whose sums come as what was kept goes."""
+    return max(max(u.early, 0.0) - sum(v.freed - v.came for v in stage[n + 1 :]) for n, u in enumerate(stage))
+
+
 def left_by_hand(stage: list[Unit]) -> float:
     """What is reduced last."""
     return sum(u.root for u in stage) or stage[0].reduced
@@ -103,14 +109,15 @@ def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
         halved = {s for s, kind, _ in actions if kind == "W"}
         for s, kind, _ in actions:
             others = sum(left[other] for other in there - {s})
-            most = max(most, held + others + beside[s][s in there] if kind in "BI" else 0.0)
+            runs = kind == "I" or (kind == "B" and s not in halved)
+            most = max(most, held + others + beside[s][s in there] if runs else 0.0)
             if kind in "BW" and s in halved:
-                most = max(most, held + summed[s] * (s not in there) + final_by_hand(parts[s]))
+                most = max(most, held + (final_by_hand if s in there else early_by_hand)(parts[s]))
             held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             if kind in "BW" and s not in there:
                 there.add(s)
                 held += summed[s]
-                most = max(most, held + others + beside[s][1])
+                most = max(most, held + others + beside[s][1] if runs else 0.0)
         final = max((saved[s] + final_by_hand(parts[s]) for s in set(table.stages_of(rank)) - halved), default=0.0)
         found.append(max(most, held + final))
     return found
@@ -120,11 +127,12 @@ def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
 def test_a_first_stage_has_all_of_a_split_backward_in_its_second_half(setting: tuple[str, int, int, int]) -> None:
     """All that it saved waits for W, which is a whole backward; nothing more is there in I."""
     for seed in range(4):
-        units = [replace(u, first=2.0 * u.saved + u.transient) for u in random_units(10, seed)]
+        units = [replace(u, first=2.0 * u.saved + u.transient, began=u.saved + u.transient, early=0.5 * u.last + 0.3 * u.saved,
+                         summed=0.3 * u.saved, came=0.3 * u.saved) for u in random_units(10, seed)]
         found, table = cut(units, setting[1], setting[2], setting[0], setting[3]), schedule_table(*setting)
         parts = [units[a:b] for a, b in itertools.pairwise(found.boundaries)]
         nothing = dict.fromkeys(("transient", "released", "behind", "gathered", "ended", "closed", "finished", "first"), 0.0)
-        parts[0] = [replace(u, pending=u.saved, last=u.first, freed=u.saved, **nothing) for u in parts[0]]
+        parts[0] = [replace(u, pending=u.saved, last=u.first, early=u.began, freed=u.saved, **nothing) for u in parts[0]]
         assert list(found.memory) == pytest.approx(memory_by_hand(table, parts))
 
 

@@ -419,7 +419,8 @@ def test_peaks_equal_a_replay(setting: tuple[str, int, int, int], seed: int) -> 
     table = schedule_table(*setting)
     rng = np.random.default_rng(seed)
     saved, pending = np.sort(rng.random((2, table.stages)), axis=0)[::-1]
-    summed, transient, reducing, final = rng.random((4, table.stages))
+    summed, transient, reducing, final, come = rng.random((5, table.stages))
+    early = final + come * summed
     run = simulate(table, 1, 1, 1)
     for rank, actions in enumerate(table.ranks):
         held, halved = dict.fromkeys(table.stages_of(rank), 0), {s for s, kind, _ in actions if kind == "W"}
@@ -428,19 +429,22 @@ def test_peaks_equal_a_replay(setting: tuple[str, int, int, int], seed: int) -> 
         for s, kind, _ in actions:
             first = sum(summed[one] + reducing[one] * (one != s) for one in there)
             others = sum(summed[one] for one in there - {s})
-            beside = max(beside, bytes_ + first + transient[s] if kind in "BI" else 0.0)
-            beside = max(beside, bytes_ + others + summed[s] + final[s] if kind in "BW" and s in halved else 0.0)
+            runs = kind == "I" or (kind == "B" and s not in halved)
+            beside = max(beside, bytes_ + first + transient[s] if runs else 0.0)
+            if kind in "BW" and s in halved:
+                beside = max(beside, bytes_ + others + (summed[s] + final[s] if s in there else early[s]))
             held[s] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
             bytes_ += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             peak[s], most, rank_peak = max(peak[s], held[s]), max(most, bytes_), max(rank_peak, sum(held.values()))
             if kind in "BW" and s not in there:
                 there.add(s)
-                beside = max(beside, bytes_ + first + summed[s] + transient[s])
+                beside = max(beside, bytes_ + first + summed[s] + transient[s] if runs else 0.0)
         assert peak == {s: run.peak_per_stage[s] for s in peak}
         assert rank_peak == run.peak_per_rank[rank]
         assert peak_bytes(table, saved, pending)[rank] == pytest.approx(most)
-        last = [saved[s] + final[s] + sum(summed[one] for one in there) * (table.microbatches > 1) for s in there - halved]
-        whole = peak_bytes(table, saved, pending, summed, transient, reducing, final=final)
+        sums = sum(summed[one] for one in there)
+        last = [saved[s] + (final[s] + sums if table.microbatches > 1 else early[s]) for s in there - halved]
+        whole = peak_bytes(table, saved, pending, summed, transient, reducing, final=final, early=early)
         assert whole[rank] == pytest.approx(max(beside, *last, 0.0))
 
 

@@ -226,6 +226,7 @@ def simulate(
 def peak_bytes(
     table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike = 0.0, transient: ArrayLike = 0.0,
     reducing: ArrayLike = 0.0, later: ArrayLike = 0.0, final: ArrayLike = 0.0,
+    early: ArrayLike | None = None,
 ) -> np.ndarray:
     """The most bytes of saved activations and summed gradients a rank holds at once: float [pp] or [pp, K].
 
@@ -233,13 +234,16 @@ def peak_bytes(
     them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on;
     ``transient``: bytes beside these while a B or I of the stage runs, and so many ``later`` more once it has gradients;
     ``reducing``: bytes that its last reduction leaves until it runs backward again; ``final``: bytes beside the former while
-    a W runs, or the last B (``Table.closing``).
+    a W runs, or the last B (``Table.closing``); ``early``: in their place as the first W runs, with the sums that come
+    meanwhile (default: none), no more than are there behind it.
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
     there, more, reduced = (np.broadcast_to(one, held.shape) for one in (summed, later, reducing))
+    last = np.broadcast_to(np.asarray(final, dtype=np.float64), held.shape)
+    begun = last if early is None else np.broadcast_to(early, held.shape)
     ways = [(table.side_by_side, np.array([held, left, there + more, reduced]), np.broadcast_to(transient, held.shape)),
-            (table.closing_side_by_side, np.array([held, left, there, 0.0 * held]), np.broadcast_to(final, held.shape))]
+            (table.closing_side_by_side, np.array([held, left, there + last - begun, begun - last]), begun)]
     peaks = np.zeros((table.pp, *held.shape[1:]))
     for moments, columns, beside in ways:
         for rank, (counts, begin) in enumerate(moments):

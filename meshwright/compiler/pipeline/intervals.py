@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.compiler.pipeline.transients import BESIDE, Transients, alive_at_most, at_last, beside_of
+from meshwright.compiler.pipeline.transients import BESIDE, Transients, alive_at_most, at_first, at_last, beside_of
 from meshwright.ir.schedules import schedule_of
 
 Matrix = np.ndarray
@@ -67,6 +67,9 @@ class Unit:
     freed: float = 0.0
     finished: float = 0.0
     first: float = 0.0
+    early: float = 0.0
+    began: float = 0.0
+    came: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -76,12 +79,12 @@ def joined(units: Sequence[Unit]) -> Unit:
         return float(sum(getattr(unit, name) for unit in units))
 
     columns = np.array([[getattr(unit, name) for name in BESIDE] for unit in units]).T
-    transient, later, left, final = (float(found[0]) for found in beside_of(columns, (0,)))
+    transient, later, left, final, early = (float(found[0]) for found in beside_of(columns, (0,)))
     return Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
         transient + later - left, units[-1].value, units[-1].gradient,
         sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"), total("released"),
-        units[0].entered, units[-1].left, ended=transient, reduced=left, last=final,
+        units[0].entered, units[-1].left, ended=transient, reduced=left, last=final, early=early,
     )
 
 
@@ -153,7 +156,9 @@ class Intervals:
         and of the former but as it is reduced; where others come before it there, and where none do
     final: [options, n], the same of a step's last micro-batch
     first: [options, n], the same where a backward is split, of the first stage
-    gone: [options, 5, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``
+    early, began: [options, n], those of a stage's first W
+    gone: [options, 6, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``, and
+        ``came``
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     reduced: [options, n], bytes that a stage's last reduction leaves where it begins with a unit and has no root
     value, gradient: [n + 1], seconds to cross a position forward and backward
@@ -167,6 +172,8 @@ class Intervals:
     last: np.ndarray
     final: np.ndarray
     first: np.ndarray
+    early: np.ndarray
+    began: np.ndarray
     gone: np.ndarray
     ends: np.ndarray
     reduced: np.ndarray
@@ -193,7 +200,7 @@ class Intervals:
         cls, columns: np.ndarray, beside: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
         positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [12,
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [15,
         options, units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward
         and backward [units]."""
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
@@ -201,9 +208,13 @@ class Intervals:
         inside[3] = 0.0
         peak, inner, last = np.stack([alive_at_most(each, positions[:-1]) for each in (inside, beside)], axis=1)
         final = alive_at_most(at_last(beside), positions[:-1])[0]
-        at_first = np.stack([beside[11], columns[4], *0.0 * beside[:3]])
-        first_stage = alive_at_most(at_first, positions[:-1])[0] * beside[11].any()
-        columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10]]])
+        first, began, early = 0.0 * final, 0.0 * final, 0.0 * final
+        if beside[12].any():
+            early = alive_at_most(at_first(beside), positions[:-1])[0]
+        if beside[11].any():
+            first, began = (alive_at_most(np.stack([of, columns[4] - came, *0.0 * beside[:3]]), positions[:-1])[0]
+                            for of, came in ((beside[11], 0.0), (beside[13], beside[14])))
+        columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10, 14]]])
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
         outer = np.stack([ends[0][:, at[:-1]], ends[1][:, behind]], axis=1)
@@ -214,8 +225,8 @@ class Intervals:
                 sums[3, :, one.at + 1 :] -= one.bytes_
                 sums[8:10, :, one.at + 1 :] -= one.root
         several, alone = tuple(one for one in there if one.before < one.at), len(positions) == len(value) + 1
-        sides, first = (peak, inner, last, final, first_stage, sums[7:].transpose(1, 0, 2), outer), beside[5][:, at[:-1]]
-        return cls(sums[:7], *sides, first, crossing[0], crossing[1], several, alone)
+        sides = peak, inner, last, final, first, early, began, sums[7:].transpose(1, 0, 2), outer
+        return cls(sums[:7], *sides, beside[5][:, at[:-1]], crossing[0], crossing[1], several, alone)
 
     @property
     def released(self) -> np.ndarray:
@@ -249,10 +260,14 @@ class Intervals:
         most[:, alone, alone + 1] = self.peak[1]
         final = _behind_each(own, own, own, self.gone[:, 3]) if own.any() else np.zeros(released.shape)
         most, final = np.maximum(most, closed - released), np.maximum(final, finished - freed)
+        early, come, own = final.copy(), self.gone[:, 5], self.early
+        if own.any():
+            early = _behind_each(own, own, own, self.gone[:, 3] - come)
         if self.splits:  # torch leaves all of the first stage to W
             most[:, 0] = last[:, 0] = 0.0
             final[:, 0, 1:] = np.maximum(_behind(self.first, self.first, self.prefix[4]), 0.0)
-        return Transients(most, np.maximum(last + left - most, 0.0), left, final)
+            early[:, 0, 1:] = np.maximum(_behind(self.began, self.began, self.prefix[4] - come), 0.0)
+        return Transients(most, np.maximum(last + left - most, 0.0), left, final, early)
 
     @property
     def splits(self) -> bool:
@@ -475,10 +490,10 @@ def stage_memory(units: Intervals, moments: np.ndarray, closing: np.ndarray, sta
     ``Table``."""
     rows, columns = _band(units.count, stage, stages)
     state, saved, pending, summed = units.matrices[3:, :, rows, columns]
-    transient, later, _, final = (of[:, rows, columns] for of in units.beside)
+    transient, later, _, final, early = (of[:, rows, columns] for of in units.beside)
     held, last = ([state + full * saved + (half * pending if half else 0.0) + (summed + more if there else 0.0)
-                   for full, half, there in counts.tolist()] for counts, more in ((moments, later), (closing, 0.0)))
-    bytes_ = np.maximum(functools.reduce(np.maximum, held) + transient, functools.reduce(np.maximum, last) + final)
+                   for full, half, there in counts.tolist()] for counts, more in ((moments, later), (closing, final - early)))
+    bytes_ = np.maximum(functools.reduce(np.maximum, held) + transient, functools.reduce(np.maximum, last) + early)
     return _allowed(bytes_, units.count, stage, stages)
 
 

@@ -29,7 +29,7 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    beside: [12, options, units], what is there of units beside that (``transients.BESIDE``)
+    beside: [15, options, units], what is there of units beside that (``transients.BESIDE``)
     work: [options, units]
     stage: of every unit, of the rank's own
     moments: counts and where each stage's begin, see ``Table.side_by_side``
@@ -64,7 +64,7 @@ class _Rank:
         left."""
         each = np.moveaxis(self.held[:, ways, self.units], 0, -2).reshape(*ways.shape[:-1], self._counts.shape[1])
         held = each @ self._counts.T
-        transient, later, left, _ = beside_of(self.beside[:, ways, self.units], self.begin)
+        transient, later, left, *_ = beside_of(self.beside[:, ways, self.units], self.begin)
         held += later @ self.there.T + (left - later) @ self.others.T
         return np.asarray(held + transient[..., self.runs])
 

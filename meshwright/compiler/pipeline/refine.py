@@ -48,8 +48,8 @@ class Cutting:
     def memory(self, cuts: np.ndarray, options: np.ndarray, sums: np.ndarray | None = None) -> np.ndarray:
         """Bytes of every rank at its peak: float [pp, K]. ``sums``: of all stages (``Intervals.sums``), if they are known."""
         state, saved, pending, summed = (self.units.sums(cuts, options) if sums is None else sums)[3:]
-        transient, later, left, final = (of[options, cuts[:, :-1], cuts[:, 1:]].T for of in self.units.beside)
-        held = peak_bytes(self.table, saved, pending, summed, transient, left - later, later, final)
+        transient, later, left, final, early = (of[options, cuts[:, :-1], cuts[:, 1:]].T for of in self.units.beside)
+        held = peak_bytes(self.table, saved, pending, summed, transient, left - later, later, final, early)
         return np.asarray(self._of_ranks(state) + held)
 
     def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:

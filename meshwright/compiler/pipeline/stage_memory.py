@@ -13,7 +13,7 @@ a backward is split nothing is reduced before the schedule is done.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -100,6 +100,15 @@ class RowGradients:
         return whole * self.several
 
 
+class _MadeInW(NamedTuple):
+    """Bytes of a row beside what is kept, at most: ``last``, ``first``, ``early``, ``began`` (``transients.BESIDE``)."""
+
+    last: float
+    first: float
+    early: float
+    began: float
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Remembers the gradients of placements, which are the same whatever is recomputed. ``itemsize``: bytes of an element in
@@ -108,7 +117,7 @@ class StageMemory:
     itemsize: int
     wide: float
     _rows: dict[tuple[int, Degrees, Variant, bool], Sequence[RowGradients]] = field(default_factory=dict)
-    _weights: dict[tuple[int, Degrees, Variant], Sequence[Mapping[str, float]]] = field(default_factory=dict)
+    _weights: dict[tuple[int, Degrees, Variant], Sequence[_MadeInW]] = field(default_factory=dict)
 
     def beside(
         self, placement: Placement, degrees: Degrees, variant: Variant, several: bool, run: Array, once: Array,
@@ -139,8 +148,7 @@ class StageMemory:
             "transient": running, "released": saved - stays * roots,
             "ended": np.where(roots, 0.0, ended + reduced[:, 1] - saved),
             "closed": np.where(roots, ended + reduced.sum(axis=1) - stays, 0.0),
-            "last": nothing, "freed": nothing, "finished": nothing, "first": nothing,
-        }
+        } | dict.fromkeys(("last", "freed", "finished", "first", "early", "began", "came"), nothing)
         if variant.data_axes and not several:
             found |= {"released": gone, "ended": np.where(roots, 0.0, last - saved), "closed": done}
         elif not several:
@@ -208,37 +216,50 @@ class StageMemory:
         self, placement: Placement, degrees: Degrees, variant: Variant, run: Array, pending: Array, several: bool
     ) -> dict[str, Array]:
         """Of every row where some backward is split. What a mixture's backward needs is there in both halves."""
-        found, key = [], (id(placement), degrees, variant)
+        key = id(placement), degrees, variant
         if key not in self._weights:
-            self._weights[key] = [self._apart(row, degrees, variant) for row in placement.rows]
-        for row, resources, waits, apart in zip(placement.rows, run, pending.tolist(), self._weights[key], strict=True):
-            own, kept = row.halves, float(resources[SAVED])
-            space = 0.0
+            self._weights[key] = [self._made_in_w(row, degrees, variant) for row in placement.rows]
+        found, each = [], zip(placement.rows, self._weights[key], self.rows(placement, degrees, variant, several), strict=True)
+        for (row, made, one), resources, waits in zip(each, run, pending.tolist(), strict=True):
+            kept, space = float(resources[SAVED]), 0.0
             if row.mixtures:
                 space = float(resources[TRANSIENT]) + sum(self._of_experts(row, degrees, variant))
-            last = [apart.get(name, 0.0) - gone for name, gone, _ in own.weights]
-            first = [apart.get(name, 0.0) + beside for name, _, beside in own.weights]
-            most = max(apart.values(), default=0.0) * bool(row.mixtures)
-            found.append((max(own.inputs, space), kept - waits, max(space, most, *last, 0.0), own.released,
-                          max(own.whole, space, most, *first, 0.0)))
+            came = max(space, one.whole) * bool(row.mixtures)
+            found.append((max(row.halves.inputs, space), kept - waits, max(made.last, space), row.halves.released,
+                          max(made.first, space), max(made.early, came), max(made.began, came), one.whole))
         columns, head = np.array(found).T, placement.sequence[-1]
-        columns[0, head] = max(columns[0, head], self._head(placement, several))
-        return dict(zip(("transient", "released", "last", "freed", "first"), columns, strict=True))
+        columns[[0, 4, 6], head] = np.maximum(columns[[0, 4, 6], head], self._head(placement, several))  # it runs before
+        return dict(zip(("transient", "released", "last", "freed", "first", "early", "began", "came"), columns, strict=True))
 
-    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, float]:
+    def _made_in_w(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> _MadeInW:
+        """Of a row, as W comes to its weights one after the other."""
+        apart, own = self._apart(row, degrees, variant), row.halves
+        most = max((new for _, new, _ in apart.values()), default=0.0) * bool(row.mixtures)
+        last = first = early = began = most
+        there = 0.0
+        for name, gone, beside, since in own.weights:
+            bytes_, new, summed = apart.get(name, (0.0, 0.0, 0.0))
+            last, first = max(last, bytes_ - gone), max(first, bytes_ + beside, since)
+            early, began = max(early, there + new - gone), max(began, there + max(new + beside, since))
+            there += summed
+        return _MadeInW(last, max(first, own.after), early, max(began, there + own.after))
+
+    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, tuple[float, float, float]]:
         """Bytes of the gradient of each weight of a row, and of its copies on its way to a sum where a backward is split: as it
-        is summed over ranks that read it differently, in fp32, and of one that is split over other ranks."""
-        wide, each = self.wide, dict[str, float]()
+        is summed over ranks that read it differently, in fp32, and of one that is split over other ranks. If there is a sum
+        already, to which FSDP2 adds it as it is; if it becomes that sum, the largest; and of the sum."""
+        wide, each = self.wide, dict[str, tuple[float, float, float]]()
         for use in row.uses:
-            found, need = 0.0, renamed(use.need, degrees)
+            need = renamed(use.need, degrees)
             own = variant.of(need.split_axes).data_axes
-            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize
-            copies = [[wide] * (wide > 1.0), [1.0] * bool(need.split_axes)]
+            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize * bool(use.trainable)
             made = now * (1 + (not need.varying <= {*own}))  # the sum over ranks beside what it is made of
-            found = made
-            for times in itertools.chain(*copies[:: -1 if own else 1]):
-                found, made, now = max(found, made + now * times), made + now * (times - 1.0), now * times
-            each[use.value.name] = found * bool(use.trainable)
+            found = new = made
+            copies = [[(wide, not own)] * (wide > 1.0), [(1.0, True)] * bool(need.split_axes)]
+            for times, added in itertools.chain(*copies[:: -1 if own else 1]):
+                new, made, now = max(new, made + now * times), made + now * (times - 1.0), now * times
+                found = max(found, new) if added else found
+            each[use.value.name] = found, new, now
         return each
 
     def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:

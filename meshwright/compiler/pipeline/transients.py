@@ -14,6 +14,7 @@ import numpy as np
 
 BESIDE = (
     "transient", "released", "behind", "gathered", "ended", "reduced", "root", "closed", "last", "freed", "finished", "first",
+    "early", "began", "came",
 )
 """Bytes of units:
 
@@ -29,6 +30,9 @@ last: alive as the gradients of a step's last micro-batch are reduced with their
 freed: as ``released``, of that micro-batch
 finished: as ``closed``, of that micro-batch
 first: alive in W in the first stage, which then has all of its backward
+early: as ``last``, in a stage's first W, with those of the unit's sums that are there by then
+began: as ``first``, in such a W
+came: sums that such a W makes
 
 Where a backward is split ``transient`` and ``released`` are those of I, ``last`` and ``freed`` those of W.
 """
@@ -41,29 +45,38 @@ class Transients(NamedTuple):
     later: so much more afterwards, when what its last reduction left is still there
     left: what that leaves while other stages of the rank run
     final: the most while it runs backward for the last time, with one micro-batch in flight, or a W
+    early: the same of its first W, with the sums that come meanwhile
     """
 
     transient: np.ndarray
     later: np.ndarray
     left: np.ndarray
     final: np.ndarray
+    early: np.ndarray
 
 
 def beside_of(columns: np.ndarray, begin: Sequence[int]) -> Transients:
-    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [12, ..., n] of units that follow each other."""
+    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [15, ..., n] of units that follow each other."""
     peak, _, last = alive_at_most(columns, begin)
     released, root, closed, freed, finished = np.add.reduceat(columns[[1, 6, 7, 9, 10]], begin, axis=-1)
     most, left = np.maximum(peak, closed - released), np.where(root > 0.0, root, columns[5][..., begin])
     final = np.zeros(most.shape)
     if columns[8:11].any():
         final = np.maximum(alive_at_most(at_last(columns), begin)[0], finished - freed)
-    return Transients(most, np.maximum(last + left - most, 0.0), left, final)
+    early = alive_at_most(at_first(columns), begin)[0] if columns[12].any() else final
+    return Transients(most, np.maximum(last + left - most, 0.0), left, final, early)
 
 
 def at_last(columns: np.ndarray) -> np.ndarray:
     """The columns that ``alive_at_most`` reads, of a step's last micro-batch."""
     nothing = np.zeros(columns.shape[1:])
     return np.stack([columns[8], columns[9], nothing, nothing, nothing])
+
+
+def at_first(columns: np.ndarray) -> np.ndarray:
+    """The same, of a stage's first W."""
+    nothing = np.zeros(columns.shape[1:])
+    return np.stack([columns[12], columns[9] - columns[14], nothing, nothing, nothing])
 
 
 def alive_at_most(columns: np.ndarray, begin: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -96,6 +96,9 @@ class Units:
     freed: Array
     finished: Array
     first: Array
+    early: Array
+    began: Array
+    came: Array
 
     @property
     def work(self) -> float:
@@ -110,7 +113,7 @@ class Units:
 
     @property
     def beside(self) -> Array:
-        """``pipeline.transients.BESIDE`` of every unit, [12, n]."""
+        """``pipeline.transients.BESIDE`` of every unit, [15, n]."""
         return np.array([getattr(self, name) for name in BESIDE])
 
     @property
@@ -124,9 +127,11 @@ class Units:
         if not self.first.any():
             return self
         there, nothing = np.arange(len(self.first)) < start, 0.0 * self.first
-        own = {"transient": nothing, "released": nothing, "last": self.first, "freed": self.saved, "pending": self.saved}
-        last = np.maximum(self.last, self.first) if mixed else self.last
-        return replace(self, first=nothing, **{name: np.where(there, of, last if name == "last" else getattr(self, name))
+        own = {"transient": nothing, "released": nothing, "last": self.first, "early": self.began, "freed": self.saved,
+               "pending": self.saved}
+        pairs = ("last", self.first), ("early", self.began)
+        other = {name: np.maximum(getattr(self, name), of) for name, of in pairs} if mixed else {}
+        return replace(self, first=nothing, **{name: np.where(there, of, other.get(name, getattr(self, name)))
                                                for name, of in own.items()})
 
     def mixed(self, other: Units, where: Array) -> Units:

@@ -40,6 +40,7 @@ from meshwright.cost.memory.replay import (
     forward,
     hold,
     logits_of,
+    of_one_stage,
     script_of,
     with_fused_activations,
     with_narrow_loss,
@@ -145,6 +146,8 @@ class RootUnit:
             self.scripts = [with_fused_activations(script, program.operators) for script in self.scripts]
         if software.packed:
             self.scripts = [with_packed_attention(script, program.operators) for script in self.scripts]
+        if apart:
+            self.scripts = of_one_stage(self.scripts)
         for script in self.scripts * software.kept_logits:
             itemsize = (program.compute_dtype or torch.float32).itemsize
             heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)
@@ -263,7 +266,7 @@ class RootUnit:
                 known = self._sums(name)
                 if name in known:
                     weights[name] = known[name]
-        copies = {name: self._ways(self.stored[name]) for name in names if name in self.stored}
+        copies = {name: self._ways(self.stored[name], name in weights) for name in names if name in self.stored}
         if again:
             batch.casts.append(self._cast(index))
         backward(batch.tapes[index], self.heap, grads, weights, copies, half)
@@ -277,10 +280,11 @@ class RootUnit:
             if root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
                 self._widen(root)
 
-    def _ways(self, stored: Stored) -> tuple[float, ...]:
-        """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs."""
+    def _ways(self, stored: Stored, known: bool) -> tuple[float, ...]:
+        """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs.
+        ``known``: whether there is a sum, to which FSDP2 adds it as it is."""
         taken, copied = gathers(stored, self.mesh), (1.0,) if stored.tensor.split_axes else ()
-        if not self.apart:
+        if not self.apart or (taken and known):
             return copied if taken else ()
         wide = tuple(times for times in (self._widened(stored),) if times > 1.0)
         return copied + wide if taken else wide + copied

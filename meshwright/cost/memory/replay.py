@@ -163,13 +163,15 @@ class Script:
     exchanges: frozenset[int] = frozenset()  # ops in which collectives of a stream of their own move data
     waits: frozenset[int] = frozenset()  # ops before which the host waits for the device
     pieces: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of an op, what it receives before it has its result
+    ahead: frozenset[str] = frozenset()  # values that other segments of its stage make ahead of all that enters that
+    stays: frozenset[str] = frozenset()  # values that others read where what these come from is kept for the second half
 
     @cached_property
     def moving(self) -> frozenset[str]:
-        """Values that depend on what enters the segment, with a gradient: those that a split backward's first half goes
+        """Values that depend on what enters the stage, with a gradient: those that a split backward's first half goes
         through."""
-        values = self.graph.values
-        found = {name for name in self.graph.inputs if values[name].differentiable and name not in self.weights}
+        values, beside = self.graph.values, self.weights | self.ahead
+        found = {name for name in self.graph.inputs if values[name].differentiable and name not in beside}
         for op in self.graph.ops:
             if not found.isdisjoint(op.inputs):
                 found |= {name for name in op.outputs if values[name].differentiable}
@@ -186,7 +188,7 @@ class Script:
     @cached_property
     def below(self) -> frozenset[int]:
         """Operators that these come from, and themselves: what they keep stays for the second half."""
-        found, read = set[int](), set[str]()
+        found, read = set[int](), set(self.stays)
         for index in reversed(range(len(self.graph.ops))):
             op = self.graph.ops[index]
             if index in self.waiting or not read.isdisjoint(op.outputs):
@@ -227,6 +229,19 @@ def _last_reads(graph: Graph, base: Mapping[str, str], weights: Collection[str])
         if root not in leaving and root not in weights:
             going.setdefault(index, []).append(root)
     return {index: tuple(roots) for index, roots in going.items()}
+
+
+def of_one_stage(scripts: Sequence[Script]) -> list[Script]:
+    """The same segments, which follow each other in a stage with a split backward: what of each depends on what entered it."""
+    found, ahead, stays = list[Script](), frozenset[str](), frozenset[str]()
+    for script in scripts:
+        found.append(replace(script, ahead=ahead))
+        made = {name for op in script.graph.ops for name in op.outputs if script.graph.values[name].differentiable}
+        ahead |= made - found[-1].moving
+    for at in reversed(range(len(found))):
+        found[at] = replace(found[at], stays=stays)
+        stays |= {name for index in found[at].below for name in scripts[at].graph.ops[index].inputs}
+    return found
 
 
 def with_plain_loss(script: Script, operators: Operators) -> Script:

@@ -153,19 +153,29 @@ def _without_weights(steps: Iterable[BackwardStep], leaving: Mapping[str, float]
         released += step.released
 
 
+class MadeInW(NamedTuple):
+    """The gradient of the weight of a ``name``, in W: what that has let go of when it is made (``gone``); if I has not run
+    before, what is there ``beside`` it, and the most since the one before it was made (``since``)."""
+
+    name: str
+    gone: float
+    beside: float
+    since: float
+
+
 class Halves(NamedTuple):
     """Bytes beyond what was kept when a half of a split backward begins.
 
     inputs: the most in I, in which nothing but what a loss keeps is let go, and gradients wait
     released: let go in W before its end
-    weights: of each weight, what W has let go of when its gradient is made, and what is there beside if I has not run before
-    whole: the most in such a W without gradients of weights
+    weights: of each weight, as W comes to it
+    after: if I has not run before, the most in W when all of these are made
     """
 
     inputs: float = 0.0
     released: float = 0.0
-    weights: tuple[tuple[str, float, float], ...] = ()
-    whole: float = 0.0
+    weights: tuple[MadeInW, ...] = ()
+    after: float = 0.0
 
 
 NOTHING = Halves()
@@ -187,12 +197,15 @@ def halves(steps: Sequence[BackwardStep], leaving: Mapping[str, float], moving: 
                 passed = name in step.passed
                 alive[name] = max(min(bytes_, handed) * (not step.waits) if passed else bytes_, alive.get(name, 0.0))
         gone += step.released * (at < first)
-    weights, released = list[tuple[str, float, float]](), 0.0
+    weights, released, since = list[MadeInW](), 0.0, sum(leaving.values())
     for step in steps:
-        weights += [(name, released, beside.get(id(step), 0.0)) for name in step.trained]
+        own = beside.get(id(step), 0.0)
+        since = max(since, own)
+        for name in step.trained:
+            weights.append(MadeInW(name, released, own, since))
+            since = own
         released += step.released * step.waits
-    return Halves(max(peak, waiting + sum(alive.values()) - gone), released, tuple(weights),
-                  max(sum(leaving.values()), *beside.values(), 0.0))
+    return Halves(max(peak, waiting + sum(alive.values()) - gone), released, tuple(weights), max(since, 0.0))
 
 
 def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:

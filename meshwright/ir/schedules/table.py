@@ -113,15 +113,14 @@ class Table:
 
     @cached_property
     def moments(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Per rank, for each of its stages, what the rank holds as a B or I of that stage runs: int [k, 3, stages of the
-        rank], ``in_flight`` with a third row, whether a stage has summed gradients of weights. They are there from its first B
-        or W on; while that runs they come as what was saved goes."""
+        """Per rank, for each of its stages, what the rank holds as an I of that stage runs, or a B where it has no W: int
+        [k, 3, stages of the rank], ``in_flight`` with a third row, whether a stage has summed gradients of weights. They are
+        there from its first B or W on; while that runs they come as what was saved goes."""
         return tuple(_moments(self, rank) for rank in range(self.pp))
 
     @cached_property
     def closing(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """The same as a W of the stage runs, or a B beside it, and its gradients are summed; of a stage that has no W, as the
-        last B of the step does."""
+        """The same as a W of the stage runs, or a B beside it; of a stage that has no W, as the last B of the step does."""
         return tuple(_closing(self, rank) for rank in range(self.pp))
 
     @cached_property
@@ -212,18 +211,19 @@ def _counts(table: Table, rank: int) -> np.ndarray:
 
 
 def _moments(table: Table, rank: int) -> tuple[np.ndarray, ...]:
-    """Counts before every B and I of each stage, and after its first B or W."""
+    """Counts before every I of each stage; where it has none, before every B and after the first."""
     column, kind, before, after = _walked(table, rank)
-    back, found = (kind == _KINDS["B"]) | (kind == _KINDS["I"]), list[np.ndarray]()
+    found = list[np.ndarray]()
     for at in range(len(table.stages_of(rank))):
-        first = np.flatnonzero((column == at) & np.isin(kind, _LAST))[:1]
-        found.append(maximal(np.concatenate([before[back & (column == at)], after[first]])))
+        halves, whole = ((column == at) & (kind == _KINDS[name]) for name in "IB")
+        of = before[halves] if halves.any() else np.concatenate([before[whole], after[np.flatnonzero(whole)[:1]]])
+        found.append(maximal(of))
     return tuple(found)
 
 
 def _closing(table: Table, rank: int) -> tuple[np.ndarray, ...]:
-    """Counts before every W of each stage, and every B beside these, whose sums come while it runs; where it has no W, of one
-    micro-batch beside all sums, if there are others."""
+    """Counts before every W of each stage, and every B beside these; where it has no W, of one micro-batch beside all sums, if
+    there are others."""
     column, kind, before, _ = _walked(table, rank)
     found = list[np.ndarray]()
     for at in range(before.shape[2]):
@@ -231,8 +231,6 @@ def _closing(table: Table, rank: int) -> tuple[np.ndarray, ...]:
         if not ((kind == _KINDS["W"]) & (column == at)).any():
             counts = np.zeros((1, 3, before.shape[2]), dtype=np.int64)
             counts[:, 0, at], counts[:, 2] = 1, table.microbatches > 1
-        else:
-            counts[:, 2, at] = 1
         found.append(maximal(counts))
     return tuple(found)
 
