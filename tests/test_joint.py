@@ -960,7 +960,8 @@ def test_what_waits_between_the_halves_of_a_backward_counts(
     (partial(llama, 8, 4096, 16, 2048, 32000, 11008), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
     (partial(llama, 8, 4096, 16, 2048, 32000, 11008), {"pp": 4, "dp": 2, "tp": 1, "schedule": "dualpipev"}),
     (partial(family, "t5"), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
-], ids=["ranks alone", "data ranks", "v", "sums that come", "whole ones beside", "made ahead"])
+    (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 2, "dp": 1, "tp": 1, "schedule": "zb", "microbatches": 1}),
+], ids=["ranks alone", "data ranks", "v", "sums that come", "whole ones beside", "made ahead", "one micro-batch"])
 def test_each_half_of_a_backward_has_what_it_needs_at_its_own_moments(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
     """Gradients of activations are there in I, beside those that wait, those of weights and their copies in W, as that of a
     table in a stage of its own; logits of a micro-batch at work while its head runs. Sums come as the first W goes on, and are

@@ -218,16 +218,18 @@ class StageCosts:
         waiting = np.array([row.waiting for row in placement.rows])
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
         several, variant = microbatches > 1, kept or degrees.variant(zero)
+        pending[placement.sequence[-1]] += placement.outputs_kept * (not several)  # handed back as they are, outputs stay
         beside = self.memory.beside(placement, degrees, variant, several, run, once, pending if split else None)
         left = np.zeros(len(run))  # what reductions of the root leave is not there all the time
         left[list(placement.sequence)] = beside["root"]
         summed = once[:, GRADIENTS] - left if several else left
+        state = once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - left
         if split:  # nothing is reduced before the schedule is done
-            summed = np.array([row.whole for row in self.memory.rows(placement, degrees, variant, several)])
+            whole = np.array([row.whole for row in self.memory.rows(placement, degrees, variant, several)])
+            state, summed = state - summed + whole, whole
         columns = [
             forward, backward, weight + recomputed * split,
-            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS] - left,
-            run[:, SAVED], pending, summed,
+            state, run[:, SAVED], pending, summed,
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
