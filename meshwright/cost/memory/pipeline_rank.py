@@ -10,7 +10,8 @@ Every stage is a program of its own (``fsdp.Part``), with as many micro-batches 
 The rank of the last stage holds what the epilogue collects, as a rank without a pipeline does. What runs ahead of the schedule
 keeps nothing for a backward; where a rank has several stages, what it sends of all micro-batches lies there to its end.
 
-What one stage of a rank hands to another of the same rank is received without memory of its own (``PipelineRank.handed``).
+What comes from another rank lies there from where its receive stands on (``Table.steps``); what one stage of a rank hands to
+another of the same rank is received without memory of its own (``PipelineRank.handed``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PipelineRank:
         self.env: Mapping[str, Storage] = {}
         self.batches: dict[tuple[int, int], Batch] = {}
         self.held: dict[tuple[int, int], list[Storage]] = {}  # from F to the end of the backward
-        self.handed: dict[tuple[int, int, bool], dict[str, Storage]] = {}  # to a stage of this rank; True: gradients
+        self.handed: dict[tuple[int, int, bool], dict[str, Storage]] = {}  # to a stage, until it reads it; True: gradients
 
     def _part(self, stage: int, first: bool) -> RootUnit:
         """As ``runtime.pipeline.pipeline`` shares a program out."""
@@ -85,7 +86,7 @@ class PipelineRank:
         if self.program.collected and self.stages.last in self.parts:
             self.epilogue = Epilogue(self.program, self.heap)
             self.epilogue.back(env)
-        for action in table.ranks[self.rank]:
+        for action in table.steps[self.rank]:
             self._run(action, last=action.microbatch == table.microbatches - 1)
         if self.stages.table.split:
             for part in self.parts.values():
@@ -104,7 +105,14 @@ class PipelineRank:
     def _run(self, action: Action, last: bool) -> None:
         stage, kind, microbatch = action
         key = stage, microbatch
-        if kind == "F":
+        if kind == "RECV_F":
+            entering = self.stages.crossing[stage - 1]
+            self.handed[*key, False] = {v.name: self.heap.new(float(v.bytes_), ACTIVATIONS) for v in entering}
+        elif kind == "RECV_B":
+            self.handed[*key, True] = {v.name: self.heap.new(float(v.bytes_), WORK) for v in self._leaving(stage)}
+        elif kind.startswith("SEND"):
+            return  # a copy that is there until the backward
+        elif kind == "F":
             self._forward(stage, microbatch)
         elif kind == "I" and not stage:  # torch leaves all of the first stage to W
             self.held[key] += self._received(stage, microbatch).values()
@@ -133,8 +141,7 @@ class PipelineRank:
     def _forward(self, stage: int, microbatch: int) -> None:
         stages, entered = self.stages, dict[str, Storage]()
         if stage:
-            handed = self.handed.pop((stage, microbatch, False), None)
-            entered = handed or {v.name: self.heap.new(float(v.bytes_), ACTIVATIONS) for v in stages.crossing[stage - 1]}
+            entered = self.handed.pop((stage, microbatch, False))
         env = {name: hold(storage) for name, storage in {**self.env, **entered}.items()}
         batch = self.parts[stage].forward(env)
         for name in entered:
