@@ -85,7 +85,8 @@ GIB = 2**30
 
 @cache
 def llama(
-    layers: int, hidden: int, batch: int, length: int = 512, vocab: int = 1024, ffn: int = 0, precision: str = "bf16"
+    layers: int, hidden: int, batch: int, length: int = 512, vocab: int = 1024, ffn: int = 0, precision: str = "bf16",
+    frozen: int = 0,
 ) -> Graph:
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=ffn or 2 * hidden, num_hidden_layers=layers,
@@ -94,6 +95,8 @@ def llama(
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    for part in [model.model.embed_tokens, *model.model.layers][: frozen + 1] if frozen else ():
+        part.requires_grad_(False)
     ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
     return capture_model(model, (), {"input_ids": ids, "labels": torch.empty_like(ids)}, (), None, precision)
 
@@ -961,11 +964,13 @@ def test_what_waits_between_the_halves_of_a_backward_counts(
     (partial(llama, 8, 4096, 16, 2048, 32000, 11008), {"pp": 4, "dp": 2, "tp": 1, "schedule": "dualpipev"}),
     (partial(family, "t5"), {"pp": 4, "dp": 2, "tp": 1, "schedule": "zb"}),
     (partial(llama, 8, 1024, 16, 512, 32000), {"pp": 2, "dp": 1, "tp": 1, "schedule": "zb", "microbatches": 1}),
-], ids=["ranks alone", "data ranks", "v", "sums that come", "whole ones beside", "made ahead", "one micro-batch"])
+    (partial(llama, 8, 1024, 32, 512, 8192, frozen=4), {"pp": 2, "dp": 2, "tp": 1, "schedule": "zb"}),
+], ids=["ranks alone", "data ranks", "v", "sums that come", "whole ones beside", "made ahead", "one micro-batch", "frozen"])
 def test_each_half_of_a_backward_has_what_it_needs_at_its_own_moments(graph: Callable[[], Graph], pins: dict[str, Any]) -> None:
     """Gradients of activations are there in I, beside those that wait, those of weights and their copies in W, as that of a
     table in a stage of its own; logits of a micro-batch at work while its head runs. Sums come as the first W goes on, and are
-    added to in place. What a stage makes ahead of all that enters waits for W. On every rank."""
+    added to in place. What a stage makes ahead of all that enters waits for W, as does all that frozen blocks are ahead of. On
+    every rank."""
     where = Cluster.parse(f"h100:1x{pins['pp'] * pins['dp'] * pins['tp']}")
     plan = make_plan(graph(), where, Pins(**{"microbatches": 8, **pins}), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_pipeline_rank

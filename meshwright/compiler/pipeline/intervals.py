@@ -1,11 +1,8 @@
-"""Stages as intervals of a sequence: their sums, what each costs at least, and dynamic programs over them.
+"""Stages as intervals of a sequence: their sums, and what each costs at least.
 
 A stage is an interval [i, j) of n units, run under one of several options (recomputation, ZeRO level). With prefix sums the
 seconds and bytes of every interval are a difference (``Intervals``). A *stage matrix* [n + 1, n + 1] holds a number for every
-interval of one stage (inf: not allowed); over S of them::
-
-    smallest_bottleneck     min over cuts of max over stages of matrix[s][i, j]
-    narrow_cuts             the cut of smallest sum of squares among those that stay under a bottleneck
+interval of one stage (inf: not allowed).
 
 Recomputation may be taken by some units of a stage and not by others, so whole stages under one option bound nothing:
 ``recomputed`` is what all of them together have to recompute at least, in parts of units, the cheapest bytes first.
@@ -263,16 +260,18 @@ class Intervals:
         early, come, own = final.copy(), self.gone[:, 5], self.early
         if own.any():
             early = _behind_each(own, own, own, self.gone[:, 3] - come)
-        if self.splits:  # torch leaves all of the first stage to W
-            most[:, 0] = last[:, 0] = 0.0
-            final[:, 0, 1:] = np.maximum(_behind(self.first, self.first, self.prefix[4]), 0.0)
-            early[:, 0, 1:] = np.maximum(_behind(self.began, self.began, self.prefix[4] - come), 0.0)
+        for i in range(self.whole):  # torch leaves all of such a stage to W
+            most[:, i] = last[:, i] = 0.0
+            ways = (final, self.first, self.prefix[4]), (early, self.began, self.prefix[4] - come)
+            for of, own, kept in ways:
+                of[:, i, i + 1 :] = np.maximum(_behind(own[:, i:], own[:, i:], kept[:, i:]), 0.0)
         return Transients(most, np.maximum(last + left - most, 0.0), left, final, early)
 
-    @property
-    def splits(self) -> bool:
-        """Whether some backward is split."""
-        return bool(self.first.any())
+    @functools.cached_property
+    def whole(self) -> int:
+        """With so many units a stage may begin whose backward is all in W where some are split, as no gradient leaves it: up to
+        the first that is trained."""
+        return int((self.gone[0, 5, 1:] > 0.0).argmax()) + 1 if self.first.any() else 0
 
     @property
     def transient(self) -> np.ndarray:
@@ -288,7 +287,7 @@ class Intervals:
     def least_transient(self) -> np.ndarray:
         """The same of ``transient`` if every unit has the option of least, and those behind it that which releases most."""
         found = _of_intervals(np.maximum, self.peak[1].min(axis=0), self.most_released)
-        found[0] *= not self.splits
+        found[: self.whole] = 0.0
         return found
 
     @functools.cached_property
@@ -307,7 +306,7 @@ class Intervals:
     def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """The sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [7, S, K]."""
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
-        stage[5] = np.where(self.splits & (cuts[:, :-1] == 0), stage[4], stage[5])
+        stage[5] = np.where(cuts[:, :-1] < self.whole, stage[4], stage[5])
         stage[4:6] += self.ends[options, 0, cuts[:, :-1]] + self.ends[options, 1, cuts[:, 1:] - 1]
         for one in self.shared:
             stage[3] -= one.bytes_ * ((cuts[:, :-1] <= one.before) & (one.at < cuts[:, 1:]))
@@ -317,8 +316,7 @@ class Intervals:
     def matrices(self) -> np.ndarray:
         """The sums of every interval, [7, options, n + 1, n + 1]."""
         found = self.prefix[:, :, None, :] - self.prefix[:, :, :, None]
-        if self.splits:
-            found[5, :, 0] = found[4, :, 0]
+        found[5, :, : self.whole] = found[4, :, : self.whole]
         found[4:6, :, :-1, 1:] += self.ends[:, 0, :, None] + self.ends[:, 1, None, :]
         for one in self.shared:
             found[3, :, : one.before + 1, one.at + 1 :] -= one.bytes_
@@ -588,28 +586,3 @@ def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:
     """Seconds per micro-batch of every interval: [options, n + 1, n + 1]."""
     rows, columns = _band(units.count, stage, stages)
     return _allowed(units.matrices[:3, :, rows, columns].sum(axis=0), units.count, stage, stages)
-
-
-def smallest_bottleneck(matrices: Sequence[Matrix]) -> float:
-    """The smallest largest entry over all cuts, inf if there is no cut."""
-    best = np.full(len(matrices[0]), np.inf)
-    best[0] = -np.inf
-    for matrix in matrices:
-        best = np.maximum(best[:, None], matrix).min(axis=0)
-    return float(best[-1])
-
-
-def narrow_cuts(matrices: Sequence[Matrix], bottleneck: float, weights: Sequence[Matrix] | None = None) -> np.ndarray:
-    """Boundaries int [S + 1] of the cut whose entries are all at most ``bottleneck`` with the smallest sum of squares, of its
-    entries or of others in their place (``weights``)."""
-    best = np.full(len(matrices[0]), np.inf)
-    best[0] = 0.0
-    came = []
-    for matrix, weight in zip(matrices, weights or matrices, strict=True):
-        total = best[:, None] + np.where(matrix <= bottleneck * (1 + 1e-12), weight, np.inf) ** 2
-        came.append(total.argmin(axis=0))
-        best = total.min(axis=0)
-    cuts = [len(best) - 1]
-    for origin in reversed(came):
-        cuts.append(int(origin[cuts[-1]]))
-    return np.array(cuts[::-1])

@@ -272,7 +272,7 @@ def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
     each = units.peak[1].min(axis=0)
     least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
     least[0] = each[:-1].min() if len(each) > 1 else each[0]  # its first unit may be all of a stage
-    least[0] *= not units.splits
+    least[: units.whole] = 0.0  # on any stage that begins so early
     end = 0 if turns else -1
     least[end] = min(least[end], each[-1])
     return least
@@ -292,7 +292,8 @@ class Ends(NamedTuple):
         last, left, count = units.peak[1].min(axis=0), units.least_left, units.count
         inner = last[1:-1].min(initial=math.inf), left[1:-1, 1:-1][np.triu_indices(count - 1, 1)].min(initial=math.inf)
         transient, reduction = (np.full(stages, least if stages > 2 else 0.0) for least in inner)
-        transient[0], transient[-1] = last[:-1].min() * (not units.splits), last[-1]
+        transient[0], transient[-1] = last[:-1].min(), last[-1]
+        transient[: units.whole] = 0.0
         reduction[0], reduction[-1] = left[0, 1:-1].min(), left[1:-1, -1].min()
         return cls(transient, reduction)
 

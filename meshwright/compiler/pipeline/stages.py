@@ -40,9 +40,7 @@ from meshwright.compiler.pipeline.intervals import (
     OutsideSeconds,
     Shared,
     Unit,
-    narrow_cuts,
     recomputed,
-    smallest_bottleneck,
     stage_bounds,
     stage_memory,
     stage_work,
@@ -253,6 +251,34 @@ def _result(problem: Cutting, found: Found) -> Cuts:
         found.looked,
         found.numbers,
     )
+
+
+# -------------------------------------------------------------------------------------------------- dynamic programs
+
+
+def smallest_bottleneck(matrices: Sequence[Matrix]) -> float:
+    """The smallest largest entry over all cuts, inf if there is no cut."""
+    best = np.full(len(matrices[0]), np.inf)
+    best[0] = -np.inf
+    for matrix in matrices:
+        best = np.maximum(best[:, None], matrix).min(axis=0)
+    return float(best[-1])
+
+
+def narrow_cuts(matrices: Sequence[Matrix], bottleneck: float, weights: Sequence[Matrix] | None = None) -> np.ndarray:
+    """Boundaries int [S + 1] of the cut whose entries are all at most ``bottleneck`` with the smallest sum of squares, of its
+    entries or of others in their place (``weights``)."""
+    best = np.full(len(matrices[0]), np.inf)
+    best[0] = 0.0
+    came = []
+    for matrix, weight in zip(matrices, weights or matrices, strict=True):
+        total = best[:, None] + np.where(matrix <= bottleneck * (1 + 1e-12), weight, np.inf) ** 2
+        came.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    cuts = [len(best) - 1]
+    for origin in reversed(came):
+        cuts.append(int(origin[cuts[-1]]))
+    return np.array(cuts[::-1])
 
 
 # --------------------------------------------------------------------------------------------------------- exhaustive

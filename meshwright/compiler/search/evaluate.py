@@ -229,7 +229,7 @@ class Evaluator:
         bound: float,
     ) -> stages.Cuts:
         """Units that are cut so."""
-        each = self._stage_units(units.cut_at(starts[1], table.mixed), crossing)
+        each = self._stage_units(units.cut_at(starts, table.mixed), crossing)
         whole = []
         for start, stop in itertools.pairwise(starts):
             unit, (forward, backward) = joined(each[start:stop]), placement.repeated(start)
@@ -456,7 +456,7 @@ class Evaluator:
         twice = self.costs.twice(candidate, degrees, zero, placement, cuts.boundaries)
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
-        units = units.cut_at(cuts.boundaries[1], table.mixed)
+        units = units.cut_at(cuts.boundaries, table.mixed)
         state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)
         columns = np.array([units.saved, units.pending, units.summed])
         held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)

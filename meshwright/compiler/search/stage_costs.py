@@ -121,12 +121,13 @@ class Units:
         """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
         return np.asarray(np.minimum(self.saved, self.pending))
 
-    def cut_at(self, start: int, mixed: bool) -> Units:
-        """The same if the second stage starts there: of a split backward the first has all in W. ``mixed``: whether others run
-        whole ones, too."""
+    def cut_at(self, starts: Sequence[int], mixed: bool) -> Units:
+        """The same if stages start there, and end: of a split backward those up to the first unit that is trained have all in
+        W. ``mixed``: whether others run whole ones, too."""
         if not self.first.any():
             return self
-        there, nothing = np.arange(len(self.first)) < start, 0.0 * self.first
+        behind = next(start for start in starts if start > int((self.came > 0.0).argmax()))
+        there, nothing = np.arange(len(self.first)) < behind, 0.0 * self.first
         own = {"transient": nothing, "released": nothing, "last": self.first, "early": self.began, "freed": self.saved,
                "pending": self.saved}
         pairs = ("last", self.first), ("early", self.began)

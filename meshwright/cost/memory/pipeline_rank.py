@@ -46,6 +46,9 @@ class PipelineRank:
         self.late = {name for segment in program.segments if segment.epilogue for name in segment.graph.outputs}
         self.epilogue: Epilogue | None = None
         self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
+        moving = {stage: {name for script in part.scripts for name in script.moving} for stage, part in self.parts.items()}
+        # torch leaves all to W where no gradient goes back, as in the first stage
+        self.apart = {stage for stage in mine if moving[stage].isdisjoint(value.name for value in self._leaving(stage))}
         for part in self.parts.values():  # a weight of two stages that FSDP2 does not take is one, and has one gradient
             part.loose, part.settled = self.parts[mine[0]].loose, self.parts[mine[0]].settled
         for stage in mine if software.kept_logits else ():  # buffers of such an engine that it receives into
@@ -114,11 +117,12 @@ class PipelineRank:
             return  # a copy that is there until the backward
         elif kind == "F":
             self._forward(stage, microbatch)
-        elif kind == "I" and not stage:  # torch leaves all of the first stage to W
+        elif kind == "I" and stage in self.apart:
             self.held[key] += self._received(stage, microbatch).values()
         elif kind == "W":
-            grads = {} if stage else {v.name: Storage(0.0, WORK) for v in self._leaving(stage)}
-            self._backward(stage, microbatch, grads, last, "weights" if stage else "both")
+            whole = stage in self.apart
+            grads = {v.name: Storage(0.0, WORK) for v in self._leaving(stage)} if whole else {}
+            self._backward(stage, microbatch, grads, last, "both" if whole else "weights")
         else:
             self._backward(stage, microbatch, self._received(stage, microbatch), last, "both" if kind == "B" else "inputs")
 
