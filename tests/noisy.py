@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.blockmodel import FORWARD, Builder
-from meshwright.compiler.placement.costs import Costs
+from meshwright.compiler.placement.blockmodel import Builder
+from meshwright.compiler.placement.costs import FORWARD, Costs
 from meshwright.compiler.structure.structure import Structure
 from meshwright.ir.graph import Op
 from tests.strangers import MODELS, judge, tried
