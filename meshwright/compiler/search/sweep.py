@@ -73,7 +73,7 @@ _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.028, "choice of a placement": 9.5e-5, "microsecond of a solver": 7.5e-7, "experts shared out": 0.0043,
-    "row of a variant": 1.7e-4, "alone": 0.0055, "packing": 0.0022, "unit packed": 3.5e-5, "unit of ranks alone": 1.5e-5,
+    "row of a variant": 1.1e-4, "alone": 0.0055, "packing": 0.0022, "unit packed": 3.5e-5, "unit of ranks alone": 1.5e-5,
     "rank of divided units": 0.0022, "rank of whole units": 0.0017, "stage to cut": 0.0011, "stage cut": 3e-7,
     "action simulated": 4e-8, "stage that does not fit": 0.0043, "pipeline timed": 0.0075,
     "number of divided programs": 1.15e-6, "stage glanced at": 7e-4, "operator of a plan": 1.7e-4,
