@@ -314,6 +314,8 @@ CASES: Mapping[str, Case] = {
     "gpt2-small gpipe": Case(small, (8, 1024), 2, {**STAGES, "schedule": "gpipe"}),
     "gpt2-small interleaved": Case(small, (8, 1024), 2, {**STAGES, "schedule": "interleaved1f1b", "virtual_stages": 2}),
     "gpt2-small zb": Case(small, (8, 1024), 2, {**STAGES, "schedule": "zb", "virtual_stages": 1}),
+    "gpt2-small zb loss alone bf16": Case(
+        small, (8, 1024), 2, {**STAGES, "microbatches": 2, "schedule": "zb", "virtual_stages": 1}, "bf16", loss_fn=loss_alone),
     "gpt2-small zbv": Case(small, (8, 1024), 2, {**STAGES, "schedule": "zbv"}),
     "gpt2-small zb dp 2 bf16": Case(
         small, (16, 1024), 4, {**STAGES, "dp": 2, "zero": 1, "schedule": "zb"}, "bf16"),

@@ -26,15 +26,15 @@ PROGRAMS = (
 AT_REST = ("gpt2-small zero 0", "vit zero 3 bf16", "mixtral zero 2")
 """Of which the optimizer's state is compared too, which both count alike."""
 PIPELINES = (
-    "gpt2-small zb", "gpt2-small zbv", "gpt2-small zb dp 2 bf16", "gpt2-small zbv dp 2 bf16", "gpt2-small pp 4 zero 3",
-    "llama-110m pp 2 selective",
-    "llama-weights pp 4 bf16", "llama-weights tp 2 bf16", "mixtral balanced interleaved",
+    "gpt2-small zb", "gpt2-small zb loss alone bf16", "gpt2-small zbv", "gpt2-small zb dp 2 bf16", "gpt2-small zbv dp 2 bf16",
+    "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective", "llama-weights pp 4 bf16",
+    "llama-weights tp 2 bf16", "mixtral balanced interleaved",
 )
 
 
 COUNTED = (
-    "gpt2-small zero 1 x4", "gpt2-small 1f1b", "gpt2-small zb", "gpt2-small zbv", "gpt2-small zbv dp 2 bf16",
-    "llama-weights pp 4 bf16", "gpt2-two cp 1",
+    "gpt2-small zero 1 x4", "gpt2-small 1f1b", "gpt2-small zb", "gpt2-small zb loss alone bf16", "gpt2-small zbv",
+    "gpt2-small zbv dp 2 bf16", "llama-weights pp 4 bf16", "gpt2-two cp 1",
     "gpt2-two cp 4 all-gather", "gpt2-drawing cp 2 ring", "t5 bf16", "t5 selective x4 bf16", "t5 zero 3 bf16",
     "t5 cp 2 ring bf16", "t5 cp 4 ring", "vit full bf16", "vit tp 2 selective x4", "bert tp 4 x2 bf16", "mixtral balanced full",
 )
@@ -78,12 +78,13 @@ def test_activations_fall_with_the_ranks_of_a_sequence() -> None:
 
 @pytest.mark.slow
 def test_pipelines() -> None:
-    """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
+    """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism; what a loss keeps to
+    the end of the first half, for which torch retains the graph."""
     found = rows(*PIPELINES)
-    assert len(found) == 2 + 2 + 2 + 2 + 4 + 2 + 4 + 1 + 2
+    assert len(found) == 2 + 2 + 2 + 2 + 2 + 4 + 2 + 4 + 1 + 2
     check(found)
     split = [row["error"] for row in found if "zb" in row["name"]]
-    assert len(split) == 8
+    assert len(split) == 10
     assert max(map(abs, split)) < 0.01
 
 

@@ -225,10 +225,12 @@ class StageMemory:
             if row.mixtures:
                 space = float(resources[TRANSIENT]) + sum(self._of_experts(row, degrees, variant))
             came = max(space, one.whole) * bool(row.mixtures)
-            found.append((max(row.halves.inputs, space), kept - waits, max(made.last, space), row.halves.released,
+            gone = kept - waits - row.halves.above
+            found.append((max(row.halves.inputs, space), gone, max(made.last, space), row.halves.released,
                           max(made.first, space), max(made.early, came), max(made.began, came), one.whole))
         columns, head = np.array(found).T, placement.sequence[-1]
         columns[[0, 4, 6], head] = np.maximum(columns[[0, 4, 6], head], self._head(placement, several))  # it runs before
+        columns[1, head] += placement.outputs_kept * (not several)  # they wait, but are kept already
         return dict(zip(("transient", "released", "last", "freed", "first", "early", "began", "came"), columns, strict=True))
 
     def _made_in_w(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> _MadeInW:

@@ -125,7 +125,7 @@ class SolutionReader:
         # what is handed back is held by the step, not by what is in flight
         for bytes_, kept in self._handed_back(at, self.problem.serves(at), chosen):
             plain[SAVED] -= bytes_ * (handed_back(self.count) - kept)
-        beside, waiting = self._gradients(at, chosen)
+        beside, waiting, above = self._gradients(at, chosen)
         alive = self._backward_peak(at, chosen)
         entering = sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.i in model.entry)
         block, least = position.block >= 0, plain[TRANSIENT]
@@ -145,7 +145,7 @@ class SolutionReader:
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
             self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting, alive.weights * block,
-            with_weights, float(least) - beside, alive.halves, entering, self._prologue(at, once, within),
+            with_weights, float(least) - beside, alive.halves._replace(above=above), entering, self._prologue(at, once, within),
         )
 
     def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:
@@ -280,19 +280,20 @@ class SolutionReader:
         space = self.rules.operators[op.target].cost.space
         return 0.0 if space is None else space(Work.of(op, self.folded.graph, *self._local(op, placed)))[1]
 
-    def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
+    def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float, float]:
         """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made, less
-        what a loss and all behind the last weight had kept (``torch.distributed.pipelining`` lets go of it in I)."""
+        what a loss and all behind the last weight had kept (``torch.distributed.pipelining`` lets go of it when I is done);
+        and these."""
         graph, model, tables = self.folded.graph, self.problem.model(at), self.problem.tables
         weights = {param.value for param in graph.params if param.trainable}
         ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.rules.operators
-        beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
+        beside, waiting, kept, lost = 0.0, 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
         reading, _ = self._reading(at)
         if lost:
             above = range(max(reading, default=-1) + 1, len(ops))
             returned = {model.makers[name] for name in graph.outputs if name in model.makers}
-            waiting -= sum(float(model.unary[i][chosen[i]][SAVED]) for i in above if i not in returned)
-            waiting -= sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.j in above)
+            kept += sum(float(model.unary[i][chosen[i]][SAVED]) for i in above if i not in returned)
+            kept += sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.j in above)
         for i, op in enumerate(ops):
             placed = model.placed[i][chosen[i]]
             if i in reading:
@@ -301,7 +302,7 @@ class SolutionReader:
             for name, state in zip(op.outputs, placed.results, strict=True):
                 if name in graph.outputs:
                     beside += beside_output(op, placed, state, weights, graph, tables.mesh, tables.costs.itemsize)
-        return beside, waiting
+        return beside, waiting - kept, kept
 
     def _reading(self, at: int) -> tuple[list[int], set[str]]:
         """Operators of a position on the way from what enters it that read weights, or what is made of them, beside that: the

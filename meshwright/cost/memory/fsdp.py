@@ -237,10 +237,12 @@ class RootUnit:
                 self._prefetch(index)
             for unit in units if reduces else ():
                 self._reduce(unit, last)
+        for tape in batch.tapes:
+            for storage in tape.ends:
+                self.heap.drop(storage)
+            tape.ends.clear()
         if half == "inputs":
             return
-        for storage in (storage for tape in batch.tapes for storage in tape.ends):
-            self.heap.drop(storage)
         self.heap.drop(batch.casts.pop())
         if not self.apart:
             self._settle(-1)

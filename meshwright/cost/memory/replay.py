@@ -17,7 +17,8 @@ declared costly (matrix products, reductions between ranks), and does not run th
 the segment's backward is done.
 
 A split backward makes the gradients of what entered first. Those that reach operators which read weights wait for its second
-half, and so does what is kept by all that these come from; what is kept above them (by the loss) is let go. The second half
+half, and so does what is kept by all that these come from; what is kept above them (by the loss) is let go when the first one
+is done with all segments, for which torch retains the graph. The second half
 lets go of what such an operator kept when it has run, of all else when it is done.
 """
 
@@ -366,7 +367,7 @@ class Tape:
     kept: dict[int, list[Storage]] = field(default_factory=dict)
     results: dict[int, list[Storage]] = field(default_factory=dict)
     waits: dict[int, dict[str, Storage]] = field(default_factory=dict)  # gradients of its results, between two halves
-    ends: list[Storage] = field(default_factory=list)  # what is let go of when the second half is done with all segments
+    ends: list[Storage] = field(default_factory=list)  # what is let go of when a half is done with all segments
 
 
 def forward(script: Script, heap: Heap, env: Mapping[str, Storage], recompute: str = "none") -> tuple[Tape, dict[str, Storage]]:
@@ -452,7 +453,10 @@ def backward(
             heap.drop(storage)
         if half == "weights" and index not in script.waiting:
             tape.ends += tape.kept.pop(index, ())
-        for storage in tape.kept.pop(index, ()) if half != "inputs" or index not in script.below else ():
+        if half == "inputs":
+            tape.ends += tape.kept.pop(index, ()) if index not in script.below else ()
+            continue
+        for storage in tape.kept.pop(index, ()):
             heap.drop(storage)
     for storage in tape.inputs.values() if tape.recompute != "none" else ():
         heap.drop(storage)

@@ -166,16 +166,18 @@ class MadeInW(NamedTuple):
 class Halves(NamedTuple):
     """Bytes beyond what was kept when a half of a split backward begins.
 
-    inputs: the most in I, in which nothing but what a loss keeps is let go, and gradients wait
+    inputs: the most in I, in which nothing is let go, and gradients wait
     released: let go in W before its end
     weights: of each weight, as W comes to it
     after: if I has not run before, the most in W when all of these are made
+    above: let go when I is done, as what a loss keeps
     """
 
     inputs: float = 0.0
     released: float = 0.0
     weights: tuple[MadeInW, ...] = ()
     after: float = 0.0
+    above: float = 0.0
 
 
 NOTHING = Halves()
@@ -184,19 +186,17 @@ NOTHING = Halves()
 def halves(steps: Sequence[BackwardStep], leaving: Mapping[str, float], moving: Collection[str]) -> Halves:
     """Of ``backward_peak``'s steps. ``moving``: values with gradients that depend on what enters."""
     beside = {id(step): bytes_ for step, bytes_ in _without_weights(steps, leaving)}
-    first = next((at for at, step in enumerate(steps) if step.waits), len(steps))
-    alive, waiting, gone, peak = {name: bytes_ for name, bytes_ in leaving.items() if name in moving}, 0.0, 0.0, 0.0
-    for at, step in enumerate(steps):
+    alive, waiting, peak = {name: bytes_ for name, bytes_ in leaving.items() if name in moving}, 0.0, 0.0
+    for step in steps:
         if any(name in alive for name in step.results):
             found = {name: bytes_ for name, bytes_ in step.operands if name in moving}
             made = sum(bytes_ for name, bytes_ in found.items() if name not in step.passed) * (not step.own)
-            peak = max(peak, sum(alive.values()) + made + waiting + step.space - gone)
+            peak = max(peak, sum(alive.values()) + made + waiting + step.space)
             handed = sum(alive.pop(name) for name in step.results if name in alive)
             waiting += handed * step.waits
             for name, bytes_ in found.items():
                 passed = name in step.passed
                 alive[name] = max(min(bytes_, handed) * (not step.waits) if passed else bytes_, alive.get(name, 0.0))
-        gone += step.released * (at < first)
     weights, released, since = list[MadeInW](), 0.0, sum(leaving.values())
     for step in steps:
         own = beside.get(id(step), 0.0)
@@ -205,7 +205,7 @@ def halves(steps: Sequence[BackwardStep], leaving: Mapping[str, float], moving: 
             weights.append(MadeInW(name, released, own, since))
             since = own
         released += step.released * step.waits
-    return Halves(max(peak, waiting + sum(alive.values()) - gone), released, tuple(weights), max(since, 0.0))
+    return Halves(max(peak, waiting + sum(alive.values())), released, tuple(weights), max(since, 0.0))
 
 
 def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:
