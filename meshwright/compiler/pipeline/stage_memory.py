@@ -201,9 +201,11 @@ class StageMemory:
             working -= np.minimum([sum(one.reduced) for one in each], kept)
         if degrees.pp == 1:
             return working
-        pairs = [(row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)], row.beside_output * (not one.several))
-                 for row, one in zip(placement.rows, each, strict=True)]
-        working += np.max(pairs, axis=1)  # of one micro-batch outputs are handed back as they are, and stay
+        more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
+                for row, one in zip(placement.rows, each, strict=True)]
+        if not each[0].several:  # outputs of one micro-batch are handed back as they are, and stay
+            more = np.maximum(more, [row.beside_output for row in placement.rows]).tolist()
+        working += more
         head = placement.sequence[-1]
         working[head] = max(working[head], self._head(placement, each[head].several))
         return working
