@@ -152,8 +152,8 @@ class Intervals:
     peak, inner, last: [2, options, n], bytes beside what is kept of a unit that ends a stage, of one that others follow there,
         and of the former but as it is reduced; where others come before it there, and where none do
     final: [options, n], the same of a step's last micro-batch
-    first: [options, n], the same where a backward is split, of the first stage
-    early, began: [options, n], those of a stage's first W
+    first: [options, n], the same where a backward is split, of stages that have all of it in W (``whole``)
+    early, began: [options, n], as ``final`` and ``first``, those of a stage's first W
     gone: [options, 6, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``, and
         ``came``
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit

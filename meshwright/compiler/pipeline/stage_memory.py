@@ -100,7 +100,7 @@ class RowGradients:
         return whole * self.several
 
 
-class _MadeInW(NamedTuple):
+class _RowInW(NamedTuple):
     """Bytes of a row beside what is kept, at most: ``last``, ``first``, ``early``, ``began`` (``transients.BESIDE``)."""
 
     last: float
@@ -117,7 +117,7 @@ class StageMemory:
     itemsize: int
     wide: float
     _rows: dict[tuple[int, Degrees, Variant, bool], Sequence[RowGradients]] = field(default_factory=dict)
-    _weights: dict[tuple[int, Degrees, Variant], Sequence[_MadeInW]] = field(default_factory=dict)
+    _weights: dict[tuple[int, Degrees, Variant], Sequence[_RowInW]] = field(default_factory=dict)
 
     def beside(
         self, placement: Placement, degrees: Degrees, variant: Variant, several: bool, run: Array, once: Array,
@@ -235,7 +235,7 @@ class StageMemory:
         columns[1, head] += placement.outputs_kept * (not several)  # they wait, but are kept already
         return dict(zip(("transient", "released", "last", "freed", "first", "early", "began", "came"), columns, strict=True))
 
-    def _made_in_w(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> _MadeInW:
+    def _made_in_w(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> _RowInW:
         """Of a row, as W comes to its weights one after the other."""
         apart, own = self._apart(row, degrees, variant), row.halves
         most = max((new for _, new, _ in apart.values()), default=0.0) * bool(row.mixtures)
@@ -246,7 +246,7 @@ class StageMemory:
             last, first = max(last, bytes_ - gone), max(first, bytes_ + beside, since)
             early, began = max(early, there + new - gone), max(began, there + max(new + beside, since))
             there += summed
-        return _MadeInW(last, max(first, own.after), early, max(began, there + own.after))
+        return _RowInW(last, max(first, own.after), early, max(began, there + own.after))
 
     def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, tuple[float, float, float]]:
         """Bytes of the gradient of each weight of a row, and of its copies on its way to a sum where a backward is split: as it

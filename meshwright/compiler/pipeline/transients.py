@@ -29,7 +29,7 @@ closed: alive as these are reduced
 last: alive as the gradients of a step's last micro-batch are reduced with their sums
 freed: as ``released``, of that micro-batch
 finished: as ``closed``, of that micro-batch
-first: alive in W in the first stage, which then has all of its backward
+first: alive in W in a stage that has all of a split backward there, as the first: no gradient leaves it
 early: as ``last``, in a stage's first W, with those of the unit's sums that are there by then
 began: as ``first``, in such a W
 came: sums that such a W makes
