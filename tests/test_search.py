@@ -542,6 +542,53 @@ def test_between_what_fits_and_what_does_not_is_more() -> None:
     assert found.seconds == 7.0
 
 
+@pytest.mark.parametrize(("price", "again"), [(0.0, 0), (0.001, 0), (0.05, 1)])
+def test_where_memory_is_dear_what_is_left_of_it_is_used(price: float, again: int) -> None:
+    """A settled plan is made again if the bytes that it leaves may save more of its step than a certificate leaves open;
+    between what fits and what does not, where that is known."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 100.0, 100.0))
+    begun, asked = Counted(plan, 100.0, True, 8.0, "gap", settled=True), list[float]()
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        made = replace(plan, predicted=Prediction(9.5 - 0.1 * len(asked), limit, 100.0))
+        return Counted(made, limit, True, 8.0, "gap", settled=True, price=price)
+
+    def fits(one: Plan) -> Prediction:
+        held = (101.0, 94.0, 98.0)[len(asked)]
+        return replace(prediction_of(one), bytes_per_rank=held)
+
+    found = fitted(begun, within, fits, Cluster.parse("h100:1x1"))
+    assert len(asked) == 1 + again
+    assert all(asked[0] < limit < 100.0 for limit in asked[1:])
+    assert found.seconds == pytest.approx(9.4 - 0.1 * again)
+    assert found.bound_seconds == 8.0
+
+
+def test_where_larger_samples_did_not_fit_the_leanest_program_says_whether_smaller_ones_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes less to solve than the fastest within memory; what is found is as fast."""
+    graph = llama((16, 512), 4, 256, 8)
+    cluster, capacities = Cluster.parse("h100:1x4"), list[float]()
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
+    fits, layout = Footprints(task.rules, task.state_bytes, cluster.device).fits, layouts(cluster, Pins())[0]
+    whole = blockwise.solve_layout(task, layout, 2, fits, Timing())
+    tight = replace(task, cluster=cluster.with_memory(int(0.6 * prediction_of(whole.plan).bytes_per_rank)))
+    usual = blockwise.solve_layout(tight, layout, 2, fits, Timing())
+    free = blockwise.solve
+    monkeypatch.setattr(blockwise, "solve", lambda chain, **how: capacities.append(chain.capacity) or free(chain, **how))
+    found = blockwise.solve_layout(tight, layout, 2, fits, Timing(), known=blockwise.LayoutMemory(crowded={layout}))
+    assert next(bytes_ for bytes_ in capacities if bytes_ < math.inf) == 0.0
+    assert len([bytes_ for bytes_ in capacities if 0.0 < bytes_ < math.inf]) >= 1
+    assert found.seconds == pytest.approx(usual.seconds, rel=0.01)
+    crowded = replace(task, cluster=cluster.with_memory(int(0.05 * prediction_of(whole.plan).bytes_per_rank)))
+    capacities.clear()
+    with pytest.raises(OutOfMemoryError):
+        blockwise.solve_layout(crowded, layout, 2, fits, Timing(), known=blockwise.LayoutMemory(crowded={layout}))
+    assert [bytes_ for bytes_ in capacities if bytes_ < math.inf] == [0.0]
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)

@@ -363,6 +363,9 @@ def test_what_is_left_of_the_effort_limits_the_nodes():
     assert Effort(10.0).nodes(100, 50) == 50
     assert 1 < Effort(1.0).nodes(1000, 50) < 50
     assert Effort(1.0, spent=2.0).nodes(1000, 50) == 1
+    assert Effort(3.0).affords(800)
+    assert not Effort(1.0).affords(800)
+    assert Effort(1.0).affords(100)
 
 
 def test_two_runs_are_identical():

@@ -187,7 +187,7 @@ class _RanksAlone(NamedTuple):
         state, saved, pending, summed = known.numbers[3:7]
         costs, left = _costs(units, known, name, pp, virtual_stages, microbatches, slowed, seconds)
         bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
-        room = (capacity - least_transient(units, pp, turns))[:, None] - _beside(units, name, counts, virtual_stages)
+        room = _room(units, name, counts, virtual_stages, capacity)
         free = known.members.copy()
         for rank, part, kind in ((0, 0, known.kinds[0]), (0 if turns else pp - 1, -1, known.kinds[-1])):
             if kind != common:
@@ -267,48 +267,53 @@ def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.
     return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
 
 
-def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
-    """Bytes of transients that a rank cannot avoid at any moment [pp], whichever of its stages runs (``Ends``)."""
-    each = units.peak[1].min(axis=0)
-    least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
-    least[0] = each[:-1].min() if len(each) > 1 else each[0]  # its first unit may be all of a stage
-    least[: units.whole] = 0.0  # on any stage that begins so early
-    end = 0 if turns else -1
-    least[end] = min(least[end], each[-1])
-    return least
-
-
 class Ends(NamedTuple):
     """Bytes of every stage at least, whatever units it begins and ends with, [stages] each: of its ``transient`` (behind the
-    unit that it ends with nothing of it is released), and those that its last ``reduction`` leaves. What is saved more for what
-    enters a stage and leaves it is not among them: ``in_flight.passed_on``."""
+    unit that it ends with nothing of it is released), and those that its last ``reduction`` leaves; ``final``, ``early``: as of
+    ``Transients``. What is saved more for what enters a stage and leaves it is not among them: ``in_flight.passed_on``."""
 
     transient: np.ndarray
     reduction: np.ndarray
+    final: np.ndarray
+    early: np.ndarray
 
     @classmethod
     def of(cls, units: Intervals, stages: int) -> Ends:
         """Of so many stages, 2 or more."""
-        last, left, count = units.peak[1].min(axis=0), units.least_left, units.count
-        inner = last[1:-1].min(initial=math.inf), left[1:-1, 1:-1][np.triu_indices(count - 1, 1)].min(initial=math.inf)
-        transient, reduction = (np.full(stages, least if stages > 2 else 0.0) for least in inner)
-        transient[0], transient[-1] = last[:-1].min(), last[-1]
-        transient[: units.whole] = 0.0
+        early = units.early if units.early.any() else units.final
+        last = np.array([each.min(axis=0) for each in (units.peak[1], units.final, early)])
+        left, count = units.least_left, units.count
+        inner = last[:, 1:-1].min(axis=1, initial=math.inf)
+        least = left[1:-1, 1:-1][np.triu_indices(count - 1, 1)].min(initial=math.inf)
+        found, reduction = np.zeros((3, stages)), np.full(stages, least if stages > 2 else 0.0)
+        found[:, 1:-1] = inner[:, None]
+        found[:, 0], found[:, -1] = last[:, :-1].min(axis=1), last[:, -1]
+        found[:, : units.whole] = np.minimum(found[:, : units.whole], 0.0)
         reduction[0], reduction[-1] = left[0, 1:-1].min(), left[1:-1, -1].min()
-        return cls(transient, reduction)
+        return cls(found[0], reduction, *found[1:])
 
 
-def _beside(units: Intervals, name: str, counts: np.ndarray, virtual_stages: tuple[int, int]) -> np.ndarray:
-    """Bytes that reductions of other stages than the one that runs leave at least at the moments ``counts`` [pp, k, 3, parts]
-    (``in_flight``), of ranks of the fewest stages [pp, k]."""
-    pp, fewest = len(counts), virtual_stages[0]
-    lies = schedule_of(name).stage_rank(pp, fewest)
-    left, found = Ends.of(units, len(lies)).reduction, np.zeros(counts.shape[:2])
-    for rank in range(pp if virtual_stages[1] > 1 else 0):
-        own = left[[stage for stage, on in enumerate(lies) if on == rank]]
-        bytes_ = np.array([own[0], own[1:-1].sum(), own[-1]])[parts(virtual_stages)]
-        found[rank] = np.maximum(counts[rank, :, 2] @ bytes_ - own.max(), 0.0)
-    return found
+def _room(
+    units: Intervals, name: str, counts: np.ndarray, virtual_stages: tuple[int, int], capacity: np.ndarray
+) -> np.ndarray:
+    """Bytes that a rank has for what its units keep at the moments ``counts`` [pp, k, 3, parts] (``in_flight``): those of
+    ``capacity`` [pp] less what it cannot avoid beside, whichever of its stages runs, and what reductions of the others leave at
+    least, of ranks of the fewest stages [pp, k]."""
+    schedule, pp, fewest = schedule_of(name), len(counts), virtual_stages[0]
+    assert schedule.closed is not None
+    lies, room = schedule.stage_rank(pp, fewest), np.zeros(counts.shape[:2])
+    ends = Ends.of(units, len(lies))
+    for rank in range(pp):
+        own = [stage for stage, on in enumerate(lies) if on == rank]
+        room[rank] = capacity[rank] - ends.transient[own].min()
+        if virtual_stages[1] > 1:
+            left = ends.reduction[own]
+            bytes_ = np.array([left[0], left[1:-1].sum(), left[-1]])[parts(virtual_stages)]
+            room[rank] -= np.maximum(counts[rank, :, 2] @ bytes_ - left.max(), 0.0)
+        if schedule.closed.mixed:
+            room[rank, :-1] = capacity[rank] - np.where(
+                counts[rank, :-1, 2].all(axis=1), ends.final[own].min(), ends.early[own].min())
+    return room
 
 
 class Bound(NamedTuple):
@@ -331,11 +336,13 @@ def fractional_bound(
         return Bound(0.0, "packing")
     outside = outside or OutsideSeconds.nothing(units.count)
     program, to_beat = _Program(units, name, pp, virtual_stages, microbatches, outside), cutoff or math.inf
-    room = capacity - least_transient(units, pp, closed.turns)
+    counts = in_flight(name, pp, virtual_stages, microbatches)
+    assert counts is not None  # as the schedule has closed forms
+    room = _room(units, name, counts, virtual_stages, capacity)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
     program.place()
-    program.memory(room)
+    program.memory(counts, room)
     most = whole_units(
         units, program.known, name, pp, virtual_stages, microbatches, capacity, outside.slowed, to_beat,
     )
@@ -504,19 +511,15 @@ class _Program(LinearProgram):
             before = rank
         return sums
 
-    def memory(self, room: np.ndarray) -> None:
-        """Every rank holds at its moments no more than ``room`` bytes."""
+    def memory(self, counts: np.ndarray, room: np.ndarray) -> None:
+        """Every rank holds at its moments, ``counts`` [pp, k, 3, parts], no more than ``room`` bytes [pp, k]."""
         state, saved, pending, summed = self.classes[3:7]
-        counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
-        assert counted is not None  # as the schedule has closed forms
-        beside = _beside(self.units, self.name, counted, (self.least, self.most))
         for rank in range(self.pp):
-            moments, first = np.unique(counted[rank], axis=0, return_index=True)
-            for moment, there in zip(moments, beside[rank, first] / room[rank], strict=True):
-                counts = moment[:, :, None, None]
-                bytes_ = (state + counts[0] * saved + counts[1] * pending + counts[2] * summed) / room[rank]
-                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0 - there:
-                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0 - there)
+            moments, first = np.unique(counts[rank], axis=0, return_index=True)
+            for moment, bytes_ in zip(moments[..., None, None], room[rank, first], strict=True):
+                held = (state + moment[0] * saved + moment[1] * pending + moment[2] * summed) / bytes_
+                if (held.max(axis=(0, 2)) * self.members).sum() > 1.0:
+                    self.add([(self.amounts[:, rank], held)], -math.inf, 1.0)
 
     def no_more(self, most: np.ndarray) -> None:
         """Of the most frequent class a rank runs no more than ``most`` units [pp]."""

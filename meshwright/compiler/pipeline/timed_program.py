@@ -459,17 +459,26 @@ class TimedProgram(LinearProgram):
 def _moments(
     table: Table, units: Intervals, passed: float, apart: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per rank what it holds at the moments that count, int [k, 3, stages of the rank] (``Table.moments``), and the bytes there
-    at least of the transient of the stage that runs, of what reductions of the others leave and of what was ``passed`` on for
-    each micro-batch held [k]; which stage runs, by its place among the rank's [k], if they are to count ``apart`` for each."""
+    """Per rank what it holds at the moments that count, int [k, 3, stages of the rank] (``Table.moments`` and, of split
+    backwards, ``closing``), and the bytes there at least of what the stage that runs has beside, of what reductions of the
+    others leave and of what was ``passed`` on for each micro-batch held [k]; which stage runs, by its place among the rank's
+    [k], if they are to count ``apart`` for each: then those of ``moments`` alone."""
     ends, found = Ends.of(units, table.stages), []
     for rank, (wide, begin) in enumerate(table.side_by_side):
-        counts, own = wide.reshape(len(wide), 4, -1), list(table.stages_of(rank))
+        own = list(table.stages_of(rank))
+        counts = wide.reshape(len(wide), 4, -1)
         runs = np.searchsorted(begin, np.arange(len(wide)), side="right") - 1
+        bytes_ = counts[:, 3] @ ends.reduction[own] + ends.transient[own][runs]
+        if table.split and not apart:
+            last, begin = table.closing_side_by_side[rank]
+            late = last.reshape(len(last), 4, -1)
+            run = np.searchsorted(begin, np.arange(len(last)), side="right") - 1
+            there = late[np.arange(len(late)), 2, run] > 0
+            bytes_ = np.concatenate([bytes_, np.where(there, ends.final[own][run], ends.early[own][run])])
+            counts, runs = np.concatenate([counts, late]), np.concatenate([runs, run])
         on = counts[:, :2, np.array(own) < table.stages - 1].sum(axis=(1, 2))
-        bytes_ = counts[:, 3] @ ends.reduction[own] + ends.transient[own][runs] + passed * on
-        least, order = np.unique(bytes_, return_inverse=True)
-        rows = np.concatenate([counts[:, :3].reshape(len(wide), -1), order[:, None]], axis=1).astype(np.int64)
+        least, order = np.unique(bytes_ + passed * on, return_inverse=True)
+        rows = np.concatenate([counts[:, :3].reshape(len(counts), -1), order[:, None]], axis=1).astype(np.int64)
         groups = [maximal(rows[runs == run]) for run in range(len(own))] if apart else [maximal(rows)]
         most = np.concatenate(groups)
         running = np.repeat(np.arange(len(groups)), [len(group) for group in groups])

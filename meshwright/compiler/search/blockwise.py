@@ -68,12 +68,14 @@ class LayoutMemory:
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
     shares: by micro-batches, and of a layout, the bytes of the latest program beside what was counted of its plan
+    crowded: layouts of which with some number of micro-batches not even the leanest program fits
     spent: nominal seconds of all problems that were built and solved
     limit: nominal seconds that they may take together; none of them takes less than ``_LEAST``
     """
 
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout | int, float] = field(default_factory=dict)
+    crowded: set[Layout] = field(default_factory=set)
     spent: float = 0.0
     limit: float = math.inf
 
@@ -126,9 +128,11 @@ def solve_layout(
     within = _Limited(limited, task, timing, layout, microbatches, known, hint, cutoff, floor, wide)
     if first is not None and first.limit_bytes <= wide:
         return fitted(first, within.solve, judge, task.cluster)
-    asked = capacity / share
-    counted = within.solve(asked)  # the first is not replayed to learn that it does not fit
-    if within.looked < wide and counted.bound_seconds < prediction_of(counted.plan).step_seconds * (1.0 - WIDEST):
+    # the first is not replayed to learn that it does not fit; where smaller samples may not either, the leanest says so
+    lean = to_beat == math.inf and layout in known.crowded
+    asked = 0.0 if lean else capacity / share
+    counted = within.solve(asked)
+    if not lean and within.looked < wide and counted.bound_seconds < prediction_of(counted.plan).step_seconds * (1.0 - WIDEST):
         counted, asked = within.solve(wide), wide  # what a program holds more of here is dear
     return fitted(counted, within.solve, judge, task.cluster, asked)
 
@@ -187,7 +191,8 @@ class _Limited:
         if found.time > self.cutoff:  # so within less memory it finds nothing faster
             return self._no_better(found.bound, bytes_)
         plan = _plan(problem, chain, found, task)
-        return Counted(plan, bytes_, True, self._proven(found.bound, bytes_), found.status, settled=True)
+        price = self.hint.at.memory if self.hint.at is not None else 0.0
+        return Counted(plan, bytes_, True, self._proven(found.bound, bytes_), found.status, settled=True, price=price)
 
     def _proven(self, bound: float, bytes_: float) -> float:
         """Seconds that nothing within ``wide`` goes below, of what was proven within so many bytes: the bound of the last

@@ -27,6 +27,8 @@ ROUNDS = 3
 """So many plans are tried for one that fits and is faster, beside those that do not fit."""
 _FULL = 0.95
 """A plan that fills this much of a device is not made again to use the rest."""
+_DEAR = 0.02
+"""A plan is made again to use memory that may save this part of its step (chosen: the gap of a certificate)."""
 _SHORT = 0.995
 """After a plan within a limit, the next limit is aimed at this much of a device, so that it does not miss by a hair."""
 
@@ -43,6 +45,7 @@ class Counted:
     status: of the search for it, as in ``Certificate``
     settled: whether its search has used what it was given, or would not use more
     needs_bytes: counted bytes that every plan of the same candidate is proven to need; 0: nothing is known
+    price: seconds that a byte more saves at most, as far as the search for it knows
     """
 
     plan: Plan
@@ -52,6 +55,7 @@ class Counted:
     status: str
     settled: bool
     needs_bytes: float = 0.0
+    price: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def fitted(
     DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
-    counted, rounds, bound, widest, least = first, 0, math.inf, -math.inf, (0.0, 0.0)
+    counted, rounds, bound, widest, least, most = first, 0, math.inf, -math.inf, (0.0, 0.0), (math.inf, math.inf)
     asked = asked if asked is not None else first.limit_bytes if first.limited else math.inf
 
     def proven(one: Fitted) -> Fitted:
@@ -129,10 +133,14 @@ def fitted(
             if best is None or predicted.step_seconds < best.seconds:
                 best = Fitted(plan, counted.bound_seconds, counted.status, counted.limited)
             least = max(least, (prediction_of(counted.plan).bytes_per_rank, predicted.bytes_per_rank))
-            if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
+            unused = predicted.capacity_bytes - predicted.bytes_per_rank
+            if counted.price * unused <= _DEAR * predicted.step_seconds if counted.settled else (
+                    unused < (1.0 - _FULL) * predicted.capacity_bytes and not leanest):
                 return proven(best)
         elif leanest:
             raise OutOfMemoryError.of_plan(plan, cluster, counted.needs_bytes)
+        else:
+            most = min(most, (prediction_of(counted.plan).bytes_per_rank, predicted.bytes_per_rank))
         if best is not None and rounds >= ROUNDS:
             return proven(best)
         # of the leanest nothing is known but that less is too little, so what is asked next is no less, if it fits
@@ -140,6 +148,9 @@ def fitted(
         asked = short * predicted.capacity_bytes / predicted.bytes_per_rank
         if best is not None and predicted.fits and counted.limited and not leanest:
             asked *= prediction_of(counted.plan).bytes_per_rank
+            if asked >= most[0]:  # as much as is known not to fit: between the two
+                part = (_SHORT * predicted.capacity_bytes - predicted.bytes_per_rank) / (most[1] - predicted.bytes_per_rank)
+                asked = counted.limit_bytes + part * (most[0] - counted.limit_bytes)
             if asked <= counted.limit_bytes:
                 return proven(best)
         else:

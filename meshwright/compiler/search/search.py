@@ -205,6 +205,8 @@ class Refined:
             made = solve_layout(self.task, layout, microbatches, self.fits, self.timing, to_beat, self.known, floor)
         except (NoBetterError, OutOfMemoryError) as error:
             self.made[layout, microbatches] = to_beat, error
+            if isinstance(error, OutOfMemoryError):
+                self.known.crowded.add(layout)
             raise _bare(error) from None
         self.made[layout, microbatches] = to_beat, made
         return made

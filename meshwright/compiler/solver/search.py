@@ -216,6 +216,8 @@ class Search:
 
     def _choose(self, rho: float = 1.0, together: bool = False) -> list[Column] | None:
         assert self.scale is not None
+        if rho and self.incumbent is not None and not self.pricer.effort.affords(len(self.columns)):
+            return None
         with self._phase("choose"):
             precision = self.gap / 10 if rho else 1e-6
             to_beat = min(self.time if together else self.loose_time, self.cutoff if self.strict else np.inf) * (1 - precision)

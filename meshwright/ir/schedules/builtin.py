@@ -256,10 +256,20 @@ def _vee_warm(more: int, pp: int, virtual_stages: int, microbatches: int) -> np.
     return np.concatenate([np.minimum(microbatches, first), np.minimum(microbatches, ranks + 1)[::-1]])
 
 
-def _vee_in_flight(more: int, pp: int, microbatches: int) -> np.ndarray:
-    warm = _vee_warm(more, pp, 2, microbatches)
-    found = np.zeros((pp, 1, 3, 3), dtype=np.int64)
-    found[:, 0, 0, 0], found[:, 0, 0, 2] = warm[:pp], warm[: pp - 1 : -1]
+def _zbv_in_flight(pp: int, microbatches: int) -> np.ndarray:
+    """Behind the first weights of both stages, as one of the second and one of the first run; before, if there are few."""
+    warm, many = _vee_warm(0, pp, 2, microbatches), microbatches > 2 * pp
+    found = np.zeros((pp, 2, 3, 3), dtype=np.int64)
+    found[:, :, 0, 0], found[:, :, 0, 2] = warm[:pp, None] + [0, many], warm[: pp - 1 : -1, None] - [0, many]
+    found[:, :, 2, ::2] = microbatches >= 2 * pp
+    return found
+
+
+def _dualpipev_in_flight(pp: int, microbatches: int) -> np.ndarray:
+    """As whole backwards run of both stages in turns."""
+    ranks, found = np.arange(pp), np.zeros((pp, 1, 3, 3), dtype=np.int64)
+    found[:, 0, 0, 0], found[:, 0, 0, 2] = np.minimum(2 * pp - ranks, microbatches - 1), ranks + 1
+    found[:, 0, 2, ::2] = 1
     return found
 
 
@@ -298,14 +308,14 @@ BUILTIN = (
     PipelineSchedule(
         "zbv", _each(_zbv), stages=2, usual=2, placement=vee, split=True,
         closed=ClosedForms(
-            partial(_vee_warm, 0), lambda pp, v, m: 3, in_flight=partial(_vee_in_flight, 0), holds=_vee_holds, turns=True
+            partial(_vee_warm, 0), lambda pp, v, m: 3, in_flight=_zbv_in_flight, holds=_vee_holds, turns=True
         ),
     ),
     PipelineSchedule(
         "dualpipev", _each(_dualpipev), stages=2, usual=2, placement=vee, split=True,
         refuses=lambda pp, v, m: f"it needs at least one micro-batch a stage, 2 pp = {2 * pp}" if m < 2 * pp else None,
         closed=ClosedForms(
-            partial(_vee_warm, 1), lambda pp, v, m: 4, in_flight=partial(_vee_in_flight, 1), holds=_vee_holds, turns=True
+            partial(_vee_warm, 1), lambda pp, v, m: 4, in_flight=_dualpipev_in_flight, holds=_vee_holds, turns=True, mixed=True
         ),
     ),
 )

@@ -69,7 +69,8 @@ class ClosedForms:
     * ``alone(pp, microbatches)``: int [pp, k, 3], the same of ranks that hold one stage;
     * ``holds(pp, virtual_stages, microbatches)``: micro-batches between F and B (or I) of the first stage at once, at most;
     * ``forwards_first``: every rank runs all forwards before its first backward;
-    * ``turns``: the stages lie as a V, so that the last one is on rank 0.
+    * ``turns``: the stages lie as a V, so that the last one is on rank 0;
+    * ``mixed``: what ``in_flight`` lists is held as a whole backward runs of a stage that splits others.
 
     A rank may hold more at other moments; what is listed its table does hold at once.
     """
@@ -82,6 +83,7 @@ class ClosedForms:
     holds: Callable[[int, int, int], int] | None = None
     forwards_first: bool = False
     turns: bool = False
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
