@@ -20,8 +20,8 @@ import meshwright as mw
 from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search import blockwise, search
 from meshwright.compiler.search.blockwise import solve_layout
-from meshwright.compiler.search.bounds import CandidateBounds, Level
-from meshwright.compiler.search.candidates import Layout, candidates, degrees_of, floor
+from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
+from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.fitting import Counted, fitted, prediction_of
 from meshwright.compiler.search.layouts import layouts
@@ -540,6 +540,19 @@ def test_between_what_fits_and_what_does_not_is_more() -> None:
     assert asked[0] > 100.5
     assert 100.5 < asked[1] < asked[0]
     assert found.seconds == 7.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limited", "then"), [(8.0, True, (6, 8, 12, 16)), (9.0, True, (6,)), (9.0, False, ()), (8.0, False, ())],
+)
+def test_of_micro_batches_that_did_not_help_no_multiple_is_tried(seconds: float, limited: bool, then: tuple[int, ...]) -> None:
+    """Six may be uneven where eight are not, so that each says nothing of the other."""
+    one = Candidate(1, 1, "none", 1, 12, 4, 24, layouts(Cluster.parse("h100:1x12"), Pins())[0])
+    node = Branch(1.0, Level.FLOPS, 0, one, later=(6, 8, 12, 16), fewer=8.5)
+    seen = list[Branch]()
+    sweep = SimpleNamespace(task=SimpleNamespace(falls=1.0), bounds=SimpleNamespace(later=lambda of, fewer: seen.append(of)))
+    Sweep._more(sweep, node, seconds, limited)  # type: ignore[arg-type]
+    assert [of.later for of in seen] == [then]
 
 
 @pytest.mark.parametrize(("price", "again"), [(0.0, 0), (0.001, 0), (0.05, 1)])

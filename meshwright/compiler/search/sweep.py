@@ -479,8 +479,7 @@ class Sweep:
         return [*others, *([self.bounds.part(first, sorted(left))] if left else [])]
 
     def _at_a_glance(self, node: Branch, always: bool) -> float:
-        """Seconds of a step, its cut not looked for; inf where it may be no better, as far above its bound as any alike was, if
-        not ``always``."""
+        """Seconds of a step, its cut not looked for; if not ``always``, inf where it is no nearer its bound than all alike."""
         alike = node.candidate.pp, node.candidate.schedule, node.candidate.virtual_stages
         if not always and node.bound * self._above.get(alike, 0.0) >= self._incumbent:
             return _INF
@@ -519,8 +518,7 @@ class Sweep:
         return others
 
     def _sharpen(self) -> None:
-        """Prove more of the pipelines that were solved, the least proven first, as long as these are what the bound is of and
-        there is time: while others are looked for, no more is said of one than whether it may be better."""
+        """Prove more of the pipelines that were solved, the least proven first, while they are what the bound is of."""
         while self._cut and self.effort <= self.limit:
             node, others = self._cut[0], min([self._closed, self._cutoff, *(other.bound for other in self._left)])
             last = Sharp.LONG if self.effort + _LONG <= self.limit else Sharp.STAGES
@@ -595,6 +593,8 @@ class Sweep:
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
-        being faster, as long as more have helped; always where what was measured is slow in large pieces."""
-        helps = self.task.falls > 1.0 or (limited and seconds < node.fewer)
-        return self.bounds.later(node, seconds) if helps else []
+        being faster, or what was measured is slow in large pieces. Of a count that did not help no multiple is tried."""
+        if self.task.falls > 1.0 or (limited and seconds < node.fewer):
+            return self.bounds.later(node, seconds)
+        others = tuple(count for count in node.later if limited and count % node.candidate.microbatches)
+        return self.bounds.later(replace(node, later=others), node.fewer)
