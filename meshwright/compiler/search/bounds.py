@@ -545,6 +545,16 @@ class CandidateBounds:
         near = round(math.log(max(least, 1.0)) / _ABOUT) if least < np.inf else _FAR
         self._missed = min(self._missed or (_FAR, 0, single), (near, node.candidate.samples, single))
 
+    def leanest(self, node: Branch) -> Branch:
+        """Its parameters kept as takes least, of the ways in which all of its placement's can be. Raises PlanError."""
+        one, placement, ways = node.candidate, self.placement_of(node), list[tuple[float, int, int]]()
+        for zero, shard in variants_of(one, self.task.cluster, self.task.pins):
+            if kinds := self.evaluator.kinds(one, zero):
+                units = self.evaluator.units(one, degrees_of(one, shard), zero, placement, kinds[0])
+                ways += [(_held(units), zero, shard)] if np.isfinite(units.state).all() else []
+        least = min(ways, default=(0.0, node.zero, node.shard))
+        return replace(node, zero=least[1], shard=least[2])
+
     def missed(self, bytes_: float) -> Branch | None:
         """The nearest node that a bound proves not to fit, if that bound leaves it nearer than so many bytes."""
         near = self._missed is not None and (bytes_ == np.inf or self._missed[0] * _ABOUT < math.log(bytes_))

@@ -337,7 +337,7 @@ class Sweep:
             return min(nothing_fits, key=lambda error: error.least)
         if (missed := self.bounds.missed(self._nearest.least if self._nearest else _INF)) is not None:
             with suppress(PlanError):  # of what was seen to be too much before it was placed
-                self._solve(missed)
+                self._solve(self.bounds.leanest(missed))
         if self._nearest is not None:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         unclear: list[PinError | PlanError | None] = [*self._refused_free, self._refused, self.bounds.refused]
