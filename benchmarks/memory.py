@@ -110,6 +110,16 @@ def t5() -> nn.Module:
     ))
 
 
+def t5_tables() -> nn.Module:
+    """The same with a large vocabulary, of whose one table encoder, decoder and head read: few tokens hold little beside it."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(
+        d_model=512, d_kv=64, d_ff=1024, num_layers=2, num_heads=8, vocab_size=32128, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    ))
+
+
 def mixtral(balanced: bool = False, chosen: int = 2) -> nn.Module:
     """A small mixture of 8 experts, ``chosen`` per token. ``balanced``: their load counts for the loss."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -322,6 +332,11 @@ CASES: Mapping[str, Case] = {
     "gpt2-small zbv dp 2 bf16": Case(
         small, (16, 1024), 4, {**STAGES, "dp": 2, "zero": 0, "schedule": "zbv"}, "bf16"),
     "gpt2-small dualpipev": Case(small, (8, 1024), 2, {**STAGES, "schedule": "dualpipev"}),
+    "t5-tables zb dp 2 bf16": Case(
+        t5_tables, (16, 32), 4, {**STAGES, "dp": 2, "zero": 1, "schedule": "zb", "virtual_stages": 1}, "bf16"),
+    "t5-tables zbv dp 2 bf16": Case(t5_tables, (16, 32), 4, {**STAGES, "dp": 2, "zero": 1, "schedule": "zbv"}, "bf16"),
+    "llama-weights pp 2 dp 2 tp 2": Case(
+        llama_weights, (8, 64), 8, {**STAGES, "dp": 2, "tp": 2, "zero": 2, "microbatches": 4, "schedule": "1f1b"}),
     "gpt2-small pp 4 zero 3": Case(small, (32, 1024), 8, {**STAGES, "pp": 4, "dp": 2, "zero": 3, "schedule": "1f1b"}),
     "gpt2-small pp 4 interleaved zero 1": Case(
         small, (32, 1024), 8,
@@ -399,9 +414,22 @@ class NoModules:
         """Nothing ends."""
 
 
+def added_by_autograd(args: Sequence[Any]) -> bool:
+    """Whether autograd adds two gradients of a value here, the first of which nobody else holds: it does so in place, but under
+    a dispatch mode, as a tracker is, in a third tensor (torch's ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner", "wrapper"):  # decorators
+        frame = frame.f_back
+    if frame.f_code.co_name != "_engine_run_backward" or not all(isinstance(x, FakeTensor) for x in args):
+        return False
+    first, other = args
+    held = torch._C._storage_Use_Count(first.untyped_storage()._cdata)  # by the tensor, and by this look at it
+    return first.shape == other.shape and first.dtype == other.dtype and first._use_count() <= 4 and held <= 2
+
+
 class Tracker(MemTracker):
     """``MemTracker``, which looks away from ``unseen_trials``, and is not asked on which device a fake tensor is: that is most
-    of what it sees, and neither makes nor frees anything."""
+    of what it sees, and neither makes nor frees anything. It lets autograd add gradients in place (``added_by_autograd``)."""
 
     away = False
 
@@ -410,6 +438,8 @@ class Tracker(MemTracker):
             return args[0].device
         if self.away:
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add.Tensor and not kwargs and added_by_autograd(args):
+            func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextmanager

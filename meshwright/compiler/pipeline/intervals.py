@@ -67,6 +67,7 @@ class Unit:
     early: float = 0.0
     began: float = 0.0
     came: float = 0.0
+    stays: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -154,8 +155,8 @@ class Intervals:
     final: [options, n], the same of a step's last micro-batch
     first: [options, n], the same where a backward is split, of stages that have all of it in W (``whole``)
     early, began: [options, n], as ``final`` and ``first``, those of a stage's first W
-    gone: [options, 6, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``, and
-        ``came``
+    gone: [options, 7, n + 1], sums before each position of ``released``, ``root``, ``closed``, ``freed``, ``finished``,
+        ``came``, and ``stays``
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     reduced: [options, n], bytes that a stage's last reduction leaves where it begins with a unit and has no root
     value, gradient: [n + 1], seconds to cross a position forward and backward
@@ -197,7 +198,7 @@ class Intervals:
         cls, columns: np.ndarray, beside: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
         positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [15,
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``beside`` (``BESIDE``) [16,
         options, units], what is saved more at ``ends`` of stages [2, options, units], seconds to cross behind each unit forward
         and backward [units]."""
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
@@ -209,9 +210,9 @@ class Intervals:
         if beside[12].any():
             early = alive_at_most(at_first(beside), positions[:-1])[0]
         if beside[11].any():
-            first, began = (alive_at_most(np.stack([of, columns[4] - came, *0.0 * beside[:3]]), positions[:-1])[0]
-                            for of, came in ((beside[11], 0.0), (beside[13], beside[14])))
-        columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10, 14]]])
+            first, began = (alive_at_most(np.stack([of, columns[4] - there, *0.0 * beside[:3]]), positions[:-1])[0]
+                            for of, there in ((beside[11], beside[15]), (beside[13], beside[14])))
+        columns = np.concatenate([columns, beside[[1, 6, 7, 9, 10, 14, 15]]])
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
         outer = np.stack([ends[0][:, at[:-1]], ends[1][:, behind]], axis=1)
@@ -257,12 +258,12 @@ class Intervals:
         most[:, alone, alone + 1] = self.peak[1]
         final = _behind_each(own, own, own, self.gone[:, 3]) if own.any() else np.zeros(released.shape)
         most, final = np.maximum(most, closed - released), np.maximum(final, finished - freed)
-        early, come, own = final.copy(), self.gone[:, 5], self.early
+        early, come, stay, own = final.copy(), self.gone[:, 5], self.gone[:, 6], self.early
         if own.any():
             early = _behind_each(own, own, own, self.gone[:, 3] - come)
         for i in range(self.whole):  # torch leaves all of such a stage to W
             most[:, i] = last[:, i] = 0.0
-            ways = (final, self.first, self.prefix[4]), (early, self.began, self.prefix[4] - come)
+            ways = (final, self.first, self.prefix[4] - stay), (early, self.began, self.prefix[4] - come)
             for of, own, kept in ways:
                 of[:, i, i + 1 :] = np.maximum(_behind(own[:, i:], own[:, i:], kept[:, i:]), 0.0)
         return Transients(most, np.maximum(last + left - most, 0.0), left, final, early)

@@ -29,7 +29,7 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    beside: [15, options, units], what is there of units beside that (``transients.BESIDE``)
+    beside: [16, options, units], what is there of units beside that (``transients.BESIDE``)
     work: [options, units]
     stage: of every unit, of the rank's own
     moments: counts and where each stage's begin, see ``Table.side_by_side``

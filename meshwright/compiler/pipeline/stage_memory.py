@@ -24,6 +24,7 @@ from meshwright.compiler.pipeline.degrees import Degrees, renamed
 from meshwright.compiler.pipeline.transients import BESIDE
 from meshwright.compiler.placement.costs import GRADIENTS, SAVED, TRANSIENT, Variant
 from meshwright.compiler.placement.rows import PlacedPosition, Placement, Use
+from meshwright.ir.mesh import PP
 
 Array = np.ndarray
 _FP32 = 4
@@ -32,12 +33,14 @@ _FP32 = 4
 
 class ReducedTogether(NamedTuple):
     """Gradients of a row that are reduced over one set of ranks: bytes as they are ``made``, and of the buffer that is
-    ``reduced``, of which a rank keeps one of so many ``shards``, under a ``zero`` level."""
+    ``reduced``, of which a rank keeps one of so many ``shards``, under a ``zero`` level; whether they are ``copied`` when all
+    of the row's are there, where ranks hold DTensors."""
 
     made: float
     reduced: float
     shards: int
     zero: int
+    copied: bool = False
 
     @property
     def gathered(self) -> float:
@@ -69,7 +72,12 @@ class RowGradients:
     def stays(self) -> float:
         """Bytes of those that are there as they are made until the backward is done: the rest is added to sums."""
         adds = self.several and self.wide == 1.0
-        return sum(one.made for one in self.families if one.zero >= 2 or not adds) + self.loose
+        return sum(one.made for one in self.families if one.zero >= 2 or not adds or one.copied) + self.loose
+
+    @cached_property
+    def copies(self) -> float:
+        """Bytes of copies of these when all are there."""
+        return sum(one.made for one in self.families if one.copied)
 
     @cached_property
     def reduced(self) -> tuple[float, float]:
@@ -101,12 +109,33 @@ class RowGradients:
 
 
 class _RowInW(NamedTuple):
-    """Bytes of a row beside what is kept, at most: ``last``, ``first``, ``early``, ``began`` (``transients.BESIDE``)."""
+    """Bytes of a row beside what is kept, at most: ``last``, ``first``, ``early``, ``began`` (``transients.BESIDE``); ``made``
+    when nothing is kept any more, at the end of the block, of ``first`` and of ``began``; and ``stays``."""
 
     last: float
     first: float
     early: float
     began: float
+    made: tuple[float, float]
+    stays: float
+
+
+class _OnItsWay(NamedTuple):
+    """Bytes of a weight's gradient and of its copies on its way to a sum where a backward is split: if there is a sum already,
+    to which FSDP2 adds it as it is; if it becomes that sum, the largest; and of the sum. In a W that is a whole backward, as it
+    is ``made``, and of it until it is added up (0: at once); ``loose``: without FSDP2."""
+
+    added: float = 0.0
+    new: float = 0.0
+    summed: float = 0.0
+    made: float = 0.0
+    waits: float = 0.0
+    loose: bool = False
+
+
+_NOTHING = _OnItsWay()
+_SPLIT = ("transient", "released", "last", "freed", "first", "early", "began", "came", "stays")
+"""Those of ``BESIDE`` that there are where some backward is split."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +162,23 @@ class StageMemory:
         roots, saved = np.array([not row.block for row in placement.rows]), run[:, SAVED]
         reduced = np.array([one.reduced for one in each])
         running = self._running(placement, degrees, variant, run, once, each)
-        made, loose, stays = np.array([(one.made, one.loose, one.stays) for one in each]).T
+        made, loose, stays, copies = np.array([(one.made, one.loose, one.stays, one.copies) for one in each]).T
         if not variant.data_axes:
             ended = once[:, GRADIENTS] * (2 if degrees.pp > 1 else 1 + several)
         else:
-            ended = stays + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
+            ended = stays + copies + loose * (self.wide * (2 if degrees.pp > 1 else 1 + several) - 1)
         if degrees.pp == 1:
             alone = {"transient": np.maximum(running, np.where(roots, 0.0, ended) - saved), "released": saved}
             return {name: alone.get(name, nothing)[at] for name in BESIDE}
         running = np.maximum(running, np.where(roots, stays, ended) - saved)
+        behind = np.where(copies > 0.0, np.where(roots, 0.0, reduced[:, 1]).max(), 0.0)  # is reduced as the root's are copied
         last, left = np.array([(one.last, one.left) for one in each]).T
         gone, done = saved - np.where(roots, made, left), np.where(roots, last - made, 0.0)
         found = {
             "transient": running, "released": saved - stays * roots,
             "ended": np.where(roots, 0.0, ended + reduced[:, 1] - saved),
-            "closed": np.where(roots, ended + reduced.sum(axis=1) - stays, 0.0),
-        } | dict.fromkeys(("last", "freed", "finished", "first", "early", "began", "came"), nothing)
+            "closed": np.where(roots, ended - copies - stays + np.maximum(reduced.sum(axis=1), copies + behind), 0.0),
+        } | dict.fromkeys(("last", "freed", "finished", "first", "early", "began", "came", "stays"), nothing)
         if variant.data_axes and not several:
             found |= {"released": gone, "ended": np.where(roots, 0.0, last - saved), "closed": done}
         elif not several:
@@ -183,7 +213,8 @@ class StageMemory:
                 continue
             made, reduced, *_ = found.get(own.data_axes, (0.0, 0.0))
             shards = degrees.mesh.size(own.shard_axes) if own.zero else 1
-            found[own.data_axes] = ReducedTogether(made + bytes_, reduced + bytes_ / self.itemsize * _FP32, shards, own.zero)
+            total, copied = reduced + bytes_ / self.itemsize * _FP32, _copied(degrees, own.data_axes)
+            found[own.data_axes] = ReducedTogether(made + bytes_, total, shards, own.zero, copied)
         return RowGradients(tuple(found.values()), loose, self.wide, several)
 
     def _running(
@@ -201,7 +232,7 @@ class StageMemory:
             working -= np.minimum([sum(one.reduced) for one in each], kept)
         if degrees.pp == 1:
             return working
-        more = [row.with_weights[2 * bool(one.families) + (one.stays <= one.loose)]
+        more = [row.with_weights[one.stays <= one.loose]
                 for row, one in zip(placement.rows, each, strict=True)]
         if not each[0].several:  # outputs of one micro-batch are handed back as they are, and stay
             more = np.maximum(more, [row.beside_output for row in placement.rows]).tolist()
@@ -228,42 +259,55 @@ class StageMemory:
                 space = float(resources[TRANSIENT]) + sum(self._of_experts(row, degrees, variant))
             came = max(space, one.whole) * bool(row.mixtures)
             gone = kept - waits - row.halves.above
+            first, began = (max(most, end - kept) for most, end in zip((made.first, made.began), made.made, strict=True))
             found.append((max(row.halves.inputs, space), gone, max(made.last, space), row.halves.released,
-                          max(made.first, space), max(made.early, came), max(made.began, came), one.whole))
+                          max(first, space), max(made.early, came), max(began, came), one.whole, made.stays * several))
         columns, head = np.array(found).T, placement.sequence[-1]
         columns[[0, 4, 6], head] = np.maximum(columns[[0, 4, 6], head], self._head(placement, several))  # it runs before
         columns[1, head] += placement.outputs_kept * (not several)  # they wait, but are kept already
-        return dict(zip(("transient", "released", "last", "freed", "first", "early", "began", "came"), columns, strict=True))
+        return dict(zip(_SPLIT, columns, strict=True))
 
     def _made_in_w(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> _RowInW:
-        """Of a row, as W comes to its weights one after the other."""
+        """Of a row, as W comes to its weights one after the other. A W that is a whole backward adds up the gradients of a
+        block behind it, those of the root behind the stage; of those that FSDP2 takes only such as grow on their way."""
         apart, own = self._apart(row, degrees, variant), row.halves
-        most = max((new for _, new, _ in apart.values()), default=0.0) * bool(row.mixtures)
+        most = max((one.new for one in apart.values()), default=0.0) * bool(row.mixtures)
         last = first = early = began = most
-        there = 0.0
+        there = come = stay = 0.0
+        waits = list[_OnItsWay]()
         for name, gone, beside, since in own.weights:
-            bytes_, new, summed = apart.get(name, (0.0, 0.0, 0.0))
-            last, first = max(last, bytes_ - gone), max(first, bytes_ + beside, since)
-            early, began = max(early, there + new - gone), max(began, there + max(new + beside, since))
-            there += summed
-        return _RowInW(last, max(first, own.after), early, max(began, there + own.after))
+            one = apart.get(name, _NOTHING)
+            last, early = max(last, one.added - gone), max(early, there + one.new - gone)
+            whole = max(one.made + beside, since)
+            first, began = max(first, stay + whole), max(began, come + whole)
+            there += one.summed
+            stay, come = stay + one.waits, come + (one.waits or one.summed)
+            waits += [one] * (one.waits > 0.0)
+        first, began = max(first, stay + own.after), max(began, come + own.after)
+        sums, loose = sum(one.summed for one in waits), [one.summed for one in waits if one.loose]
+        copy = max(loose, default=0.0)
+        ended = max(come, come - stay + sums + max(copy, waits[-1].waits if waits else 0.0))
+        return _RowInW(last, first, early, began, (max(stay, sum(loose) + copy), ended), stay * (not row.block))
 
-    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, tuple[float, float, float]]:
-        """Bytes of the gradient of each weight of a row, and of its copies on its way to a sum where a backward is split: as it
-        is summed over ranks that read it differently, in fp32, and of one that is split over other ranks. If there is a sum
-        already, to which FSDP2 adds it as it is; if it becomes that sum, the largest; and of the sum."""
-        wide, each = self.wide, dict[str, tuple[float, float, float]]()
+    def _apart(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> dict[str, _OnItsWay]:
+        """Of the gradient of each weight of a row where a backward is split: it is summed over ranks that read it differently,
+        in fp32, and copied where ranks hold DTensors."""
+        wide, mesh, each = self.wide, degrees.mesh, dict[str, _OnItsWay]()
+        live = {axis for axis in mesh.axes if mesh.size(axis) > 1}
         for use in row.uses:
             need = renamed(use.need, degrees)
             own = variant.of(need.split_axes).data_axes
-            now = use.value.numel / degrees.mesh.size(need.split_axes) * self.itemsize * bool(use.trainable)
-            made = now * (1 + (not need.varying <= {*own}))  # the sum over ranks beside what it is made of
+            start = now = use.value.numel / mesh.size(need.split_axes) * self.itemsize * bool(use.trainable)
+            made = now * (1 + (not need.varying & live <= {*own}))  # the sum over ranks beside what it is made of
+            copied = _copied(degrees, own)
             found = new = made
-            copies = [[(wide, not own)] * (wide > 1.0), [(1.0, True)] * bool(need.split_axes)]
+            copies = [[(wide, not own)] * (wide > 1.0), [(1.0, True)] * copied]
             for times, added in itertools.chain(*copies[:: -1 if own else 1]):
-                new, made, now = max(new, made + now * times), made + now * (times - 1.0), now * times
+                new, made, now = max(new, made + now * times), now * times, now * times
                 found = max(found, new) if added else found
-            each[use.value.name] = found, new, now
+            whole = max(start * (1 + (not need.varying & live <= {*own})), start * (1 + bool(own and copied)))
+            waits = start * (wide > 1.0 or not own)
+            each[use.value.name] = _OnItsWay(found, new, now, whole, waits, not own)
         return each
 
     def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
@@ -279,6 +323,12 @@ class StageMemory:
         """Bytes of every gradient of a weight in the compute dtype, and the axes that split it."""
         needs = [(use.value.numel, renamed(use.need, degrees).split_axes) for use in uses if use.trainable]
         return [(numel / degrees.mesh.size(split) * self.itemsize, tuple(split)) for numel, split in needs]
+
+
+def _copied(degrees: Degrees, data: Sequence[str]) -> bool:
+    """Whether ranks hold a weight whose gradient is summed over these axes as a DTensor, whose gradient is a copy."""
+    mesh = degrees.mesh
+    return any(mesh.size(axis) > 1 and axis != PP and axis not in data for axis in mesh.axes) if data else mesh.world > 1
 
 
 def _reducing(roots: Array, reduced: Array, several: bool) -> dict[str, Array]:

@@ -14,7 +14,7 @@ import numpy as np
 
 BESIDE = (
     "transient", "released", "behind", "gathered", "ended", "reduced", "root", "closed", "last", "freed", "finished", "first",
-    "early", "began", "came",
+    "early", "began", "came", "stays",
 )
 """Bytes of units:
 
@@ -33,6 +33,7 @@ first: alive in W in a stage that has all of a split backward there, as the firs
 early: as ``last``, in a stage's first W, with those of the unit's sums that are there by then
 began: as ``first``, in such a W
 came: sums that such a W makes
+stays: gradients of later such Ws that are there as they were made to the end of the stage
 
 Where a backward is split ``transient`` and ``released`` are those of I, ``last`` and ``freed`` those of W.
 """
@@ -56,7 +57,7 @@ class Transients(NamedTuple):
 
 
 def beside_of(columns: np.ndarray, begin: Sequence[int]) -> Transients:
-    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [15, ..., n] of units that follow each other."""
+    """Of the stages that begin at each of ``begin``. ``columns``: ``BESIDE`` [16, ..., n] of units that follow each other."""
     peak, _, last = alive_at_most(columns, begin)
     released, root, closed, freed, finished = np.add.reduceat(columns[[1, 6, 7, 9, 10]], begin, axis=-1)
     most, left = np.maximum(peak, closed - released), np.where(root > 0.0, root, columns[5][..., begin])

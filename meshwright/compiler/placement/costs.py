@@ -481,12 +481,12 @@ class Costs:
         once, taken = self.microbatches == 1, bool(variant.data_axes)
         reduces, gathered = taken and (variant.zero >= 2 or once), variant.zero == 3
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
-        own = 0.0 if taken and not reduces and self.itemsize == _CAST_BYTES else cast
-        there = [max(own * (one > 0), cast * (one > 1)) + cast * max(one - 1.0, 0.0) * (split and taken)
-                 for one in made]
+        copied = taken and any(self.mesh.size(axis) > 1 and axis not in variant.data_axes for axis in self.mesh.axes)
+        own = 0.0 if taken and not reduces and self.itemsize == _CAST_BYTES and not copied else cast
+        there = [max(own * (one > 0), cast * (one > 1)) for one in made]
         piece = master / parts * (1 + (parts == 1))  # a piece that is all of it is copied
         if unit.root:
-            ended = own if once or reduces or not taken else max(own, master - cast, piece - cast)
+            ended = own * (1 + copied) if once or reduces or not taken else max(own * (1 + copied), master - cast, piece - cast)
             vector[list(MOMENTS)] = [*there, 0.0 if unit.last else ended]
             vector[SAVED] = own * unit.last  # made first of all, and there until the root's are reduced
             if once:  # in the place of what was gathered
@@ -497,7 +497,7 @@ class Costs:
         again = master * unit.again * reduces  # of the last block: those that share its prices have it in place of ``BEHIND``
         begun += again
         reducing = master * reduces * unit.beyond
-        ended = master * (1 + (self.mesh.world > 1)) if not taken else own + reducing
+        ended = master * (1 + (self.mesh.world > 1)) if not taken else own * (1 + copied) + reducing
         if gathered:
             vector[PARAMETERS] += cast / unit.blocks
         elif taken and once:

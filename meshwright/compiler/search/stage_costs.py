@@ -99,6 +99,7 @@ class Units:
     early: Array
     began: Array
     came: Array
+    stays: Array
 
     @property
     def work(self) -> float:
@@ -113,7 +114,7 @@ class Units:
 
     @property
     def beside(self) -> Array:
-        """``pipeline.transients.BESIDE`` of every unit, [15, n]."""
+        """``pipeline.transients.BESIDE`` of every unit, [16, n]."""
         return np.array([getattr(self, name) for name in BESIDE])
 
     @property
@@ -128,8 +129,8 @@ class Units:
             return self
         behind = next(start for start in starts if start > int((self.came > 0.0).argmax()))
         there, nothing = np.arange(len(self.first)) < behind, 0.0 * self.first
-        own = {"transient": nothing, "released": nothing, "last": self.first, "early": self.began, "freed": self.saved,
-               "pending": self.saved}
+        own = {"transient": nothing, "released": nothing, "last": self.first, "early": self.began,
+               "freed": self.saved - self.stays, "pending": self.saved}
         pairs = ("last", self.first), ("early", self.began)
         other = {name: np.maximum(getattr(self, name), of) for name, of in pairs} if mixed else {}
         return replace(self, first=nothing, **{name: np.where(there, of, other.get(name, getattr(self, name)))

@@ -17,7 +17,8 @@ go of that when it is reduced, in the compute dtype (torch 2.1, ``_flat_param.py
 ``torch/distributed/fsdp``).
 
 Parameters that FSDP2 does not take (no data axis, numbers without dims, buffers) lie there as they are, but for a copy in the
-compute dtype.
+compute dtype. Of DTensors (what FSDP2 takes is one where other ranks than those of its data axes have pieces or copies of
+it) the gradients of a unit are copied together when all are there, or each for itself where a backward is split.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from meshwright.cost.memory.replay import (
     Heap,
     Storage,
     Tape,
+    add_gradient,
     backward,
     forward,
     hold,
@@ -50,7 +52,7 @@ from meshwright.cost.memory.replay import (
     with_sequence_first,
     with_whole_heads,
 )
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ceil_div
 
@@ -111,11 +113,13 @@ OWN = Software()
 
 @dataclass
 class Batch:
-    """A micro-batch between its forward and its backward: what each segment left, copies of parameters, outputs."""
+    """A micro-batch between its forward and its backward: what each segment left, copies of parameters, outputs; and between
+    the halves of a split one the gradients of what leaves (``left``), if any comes of weights alone."""
 
     tapes: list[Tape]
     casts: list[Storage]
     outputs: dict[str, Storage]
+    left: dict[str, Storage] = field(default_factory=dict)
 
 
 class RootUnit:
@@ -129,7 +133,8 @@ class RootUnit:
     ) -> None:
         self.program, self.mesh, self.main, self.leaving, self.heap = program, program.mesh, main, leaving, heap
         held = [stored.value for stored in program.stored]
-        self.scripts = [script_of(segment.graph, held, program.operators) for segment in self.main]
+        alone = [axis for axis in self.mesh.axes if self.mesh.size(axis) == 1]
+        self.scripts = [script_of(segment.graph, held, program.operators, alone) for segment in self.main]
         if software.plain_loss:
             self.scripts = [with_plain_loss(script, program.operators) for script in self.scripts]
         if software.keeps_heads:
@@ -147,7 +152,7 @@ class RootUnit:
         if software.packed:
             self.scripts = [with_packed_attention(script, program.operators) for script in self.scripts]
         if apart:
-            self.scripts = of_one_stage(self.scripts)
+            self.scripts = of_one_stage(self.scripts, leaving)
         for script in self.scripts * software.kept_logits:
             itemsize = (program.compute_dtype or torch.float32).itemsize
             heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)
@@ -156,8 +161,12 @@ class RootUnit:
         self.homes = _homes(program.stored, main, leaving, software.own_units)
         self.units = {home: self._units(home) for home in (*range(len(self.main)), -1)}
         self.readers = _last_reads(main, leaving)
+        self.first = _first_reads(main)
         self.loose: dict[str, Storage] = {}  # gradients of what FSDP2 does not take: of this micro-batch, on their way
         self.settled: dict[str, Storage] = {}  # and where they are summed
+        self.locals: dict[str, Storage] = {}  # gradients that are copied to DTensors together (``layout.Locals``)
+        self.meeting: dict[str, Storage] = {}  # gradients of a weight that wait for those of its other readers
+        self.moving = frozenset[str]().union(*(script.moving for script in self.scripts)) if apart else frozenset()
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
         for unit in (unit for units in self.units.values() for unit in units) if software.buckets else ():
@@ -225,6 +234,11 @@ class RootUnit:
         """``grads``: of what leaves, taken; of what entered, added. ``last``: of the step; without ``reduces`` FSDP2 reduces
         and frees nothing (``reduce``); ``half``: of a split backward."""
         self._prefetch(len(self.main))
+        if half == "inputs" and not self.moving.issuperset(grads):  # made of weights alone: all that left waits for W
+            batch.left = {name: hold(storage) for name, storage in grads.items()}
+        if half == "weights":
+            again = any(script.leads is not None for script in self.scripts)
+            grads.update((name, hold(storage)) for name, storage in batch.left.items() if again or name not in self.moving)
         for index in reversed(range(len(self.main))):
             units = self.units[index]
             if any(unit.frees for unit in units):
@@ -244,8 +258,9 @@ class RootUnit:
         if half == "inputs":
             return
         self.heap.drop(batch.casts.pop())
-        if not self.apart:
-            self._settle(-1)
+        for storage in batch.left.values():
+            self.heap.drop(storage)
+        self._complete(-1, half)
         for unit in self.units[-1] if reduces else ():
             self._reduce(unit, last)
         if last and reduces:
@@ -261,35 +276,62 @@ class RootUnit:
         self.reducing = None
 
     def _backward(self, index: int, batch: Batch, grads: dict[str, Storage], half: Half) -> None:
-        weights, again = dict[str, Storage](), self.main[index].recompute != "none"
-        names = {param.value for param in self.main[index].graph.params}
-        for name in names | set(self.main[index].graph.inputs):
-            if name in self.stored:
-                known = self._sums(name)
-                if name in known:
-                    weights[name] = known[name]
-        copies = {name: self._ways(self.stored[name], name in weights) for name in names if name in self.stored}
+        again = self.main[index].recompute != "none"
+        names = [*(param.value for param in self.main[index].graph.params), *self.main[index].graph.inputs]
+        weights = {name: self.meeting.pop(name) for name in names if name in self.meeting}
         if again:
             batch.casts.append(self._cast(index))
-        backward(batch.tapes[index], self.heap, grads, weights, copies, half)
+
+        def done(name: str) -> None:
+            if self.first[name] == index:
+                self._add(name, weights.pop(name), half)
+
+        backward(batch.tapes[index], self.heap, grads, weights, half, done)
         if again or half != "inputs":
             self.heap.drop(batch.casts.pop())
-        for name, storage in weights.items():
-            self._sums(name)[name] = storage
-        if not self.apart:
-            self._settle(index)
+        self.meeting.update(weights)
+        self._complete(index, half)
         for root in self.units[-1] if self.software.buckets else ():
-            if root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
+            if root.zero < 2:  # what is ready is summed at once
                 self._widen(root)
 
-    def _ways(self, stored: Stored, known: bool) -> tuple[float, ...]:
-        """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs.
-        ``known``: whether there is a sum, to which FSDP2 adds it as it is."""
-        taken, copied = gathers(stored, self.mesh), (1.0,) if stored.tensor.split_axes else ()
-        if not self.apart or (taken and known):
-            return copied if taken else ()
-        wide = tuple(times for times in (self._widened(stored),) if times > 1.0)
-        return copied + wide if taken else wide + copied
+    def _complete(self, home: int, half: Half) -> None:
+        """Behind the backward of a segment, or of the stage (-1): its weights' gradients reach their sums."""
+        for name in [name for name in self.meeting if home < 0 or self.first[name] == home]:
+            self._add(name, self.meeting.pop(name), half)
+        copied = [(name, storage) for name, storage in self.locals.items() if self.homes[name] == home]
+        copies = [self.heap.new(storage.bytes, WORK) for _, storage in copied]
+        for (name, _), copy in zip(copied, copies, strict=True):
+            self.heap.drop(self.locals.pop(name))
+            unit = next(unit for unit in self.units[home] if name in unit.names)
+            add_gradient(self.heap, unit.weights, name, copy)
+        if half == "both":
+            self._settle(home)
+            for unit in self.units[home] if self.apart else ():
+                self._widen(unit)
+
+    def _add(self, name: str, storage: Storage, half: Half) -> None:
+        """The gradient of a weight, when all that read it have made theirs: to what its unit's backward made, or to where it
+        waits for the end of that; in the second half of a split backward to its sum at once, by FSDP2 as it is."""
+        stored = self.stored[name]
+        taken, copied = gathers(stored, self.mesh), (1.0,) if self._distributed(stored) else ()
+        unit = next((unit for unit in self.units[self.homes[name]] if name in unit.names), None)
+        ways: tuple[float, ...]
+        if half != "weights":
+            waits = bool(taken and copied and not self.apart)
+            sums = self.locals if waits else self.loose if unit is None else unit.weights
+            ways = copied if taken and self.apart else ()
+        else:
+            wide = tuple(times for times in (self._widened(stored),) if times > 1.0)
+            sums = self.settled if unit is None else unit.wide if wide else unit.weights
+            ways = wide + copied if not taken else copied if name in sums else copied + wide
+        add_gradient(self.heap, sums, name, storage, ways)
+
+    def _distributed(self, stored: Stored) -> bool:
+        """Whether it is read as a DTensor, whose gradient is a copy of its local one (``layout.Locals``)."""
+        if not gathers(stored, self.mesh):
+            return self.mesh.world > 1
+        return any(self.mesh.size(axis) > 1 for axis in self.mesh.axes if axis != PP and axis not in stored.data_axes)
 
     def _widened(self, stored: Stored) -> float:
         """By how much a gradient grows on its way to a sum in fp32: of a loose parameter through its copy in the compute dtype,
@@ -301,27 +343,23 @@ class RootUnit:
     def _settle(self, home: int) -> None:
         """Gradients of loose parameters reach their sums when their readers' backward is done, for autograd runs first what was
         made last, and parameters are read before anything else. Where ranks hold DTensors they are copied, all together
-        (``layout.Locals``)."""
+        (``layout.Locals``), or each on its own way."""
         made: dict[str, Storage] = {}
         for name in [name for name in self.loose if self.homes[name] == home]:
             storage, times = self.loose.pop(name), self._widened(self.stored[name])
             made[name] = self.heap.new(times * storage.bytes, GRADIENTS) if times > 1.0 else hold(storage)
             self.heap.drop(storage)
-        if self.mesh.world > 1:
-            copies = {name: self.heap.new(storage.bytes, GRADIENTS) for name, storage in made.items()}
-            for storage in made.values():
-                self.heap.drop(storage)
-            made = copies
-        for name, storage in made.items():
-            if name in self.settled:
-                self.heap.drop(storage)
-            else:
-                self.settled[name] = storage
-
-    def _sums(self, name: str) -> dict[str, Storage]:
-        """Where a parameter's gradient is summed."""
-        units = self.units.get(self.homes.get(name, -1), ())
-        return next((unit.weights for unit in units if name in unit.names), self.loose)
+        for together in [{name: storage} for name, storage in made.items()] if self.apart else [made]:
+            copies = together
+            if self.mesh.world > 1:
+                copies = {name: self.heap.new(storage.bytes, GRADIENTS) for name, storage in together.items()}
+                for storage in together.values():
+                    self.heap.drop(storage)
+            for name, storage in copies.items():
+                if name in self.settled:
+                    self.heap.drop(storage)
+                else:
+                    self.settled[name] = storage
 
     def _cast(self, home: int) -> Storage:
         """Copies in the compute dtype of the parameters that FSDP2 does not gather (unless they are shared), and of those that
@@ -398,8 +436,7 @@ class RootUnit:
         if last or unit.zero == 3:
             self._free(unit)
         if not (last or unit.zero >= 2):
-            if unit.itemsize < _REDUCED and not self.software.narrow:
-                self._widen(unit)
+            self._widen(unit)
             return
         if unit.wide:  # what the last micro-batch made is added first
             for storage in unit.weights.values():
@@ -423,6 +460,8 @@ class RootUnit:
 
     def _widen(self, unit: GatheredUnit) -> None:
         """A micro-batch's gradients in the compute dtype become fp32, or are added to what is."""
+        if unit.itemsize >= _REDUCED or self.software.narrow:
+            return
         for name, storage in unit.weights.items():
             if name not in unit.wide and storage.bytes:
                 unit.wide[name] = self.heap.new(storage.bytes / unit.itemsize * _REDUCED, GRADIENTS)
@@ -476,3 +515,12 @@ def _last_reads(main: Sequence[Segment], leaving: Sequence[str]) -> list[list[st
         result.append(sorted(names - needed))
         needed |= set(segment.graph.inputs)
     return result[::-1]
+
+
+def _first_reads(main: Sequence[Segment]) -> dict[str, int]:
+    """The first segment that reads each value."""
+    found = dict[str, int]()
+    for index, segment in enumerate(main):
+        for name in (*(param.value for param in segment.graph.params), *segment.graph.inputs):
+            found.setdefault(name, index)
+    return found

@@ -5,7 +5,9 @@ Every stage is a program of its own (``fsdp.Part``), with as many micro-batches 
     F    what entered and (by copy) what leaves stays until the backward
     B    receives the gradients of the latter and sends those of the former
     I    as B; but what the forward kept, and the gradients that reach the operators that read weights, stay until
-    W    which makes the weights' gradients (``replay.backward``); FSDP2 reduces those once, when the schedule is done
+    W    which makes the weights' gradients (``replay.backward``), each of which is added to its sum when it is made, but in a
+         stage that has all of its backward there: then as behind a B, when those of its block are all there. FSDP2 reduces
+         the sums once, when the schedule is done
 
 The rank of the last stage holds what the epilogue collects, as a rank without a pipeline does. What runs ahead of the schedule
 keeps nothing for a backward; where a rank has several stages, what it sends of all micro-batches lies there to its end.

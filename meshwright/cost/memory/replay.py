@@ -19,15 +19,17 @@ the segment's backward is done.
 A split backward makes the gradients of what entered first. Those that reach operators which read weights wait for its second
 half, and so does what is kept by all that these come from; what is kept above them (by the loss) is let go when the first one
 is done with all segments, for which torch retains the graph. The second half
-lets go of what such an operator kept when it has run, of all else when it is done.
+lets go of what such an operator kept when it has run, of all else when it is done. Where a weight is read at several places it
+passes through what lies between these once more (``_comes_again``).
+
+Gradients of a weight that several operators read meet before they are added to a sum (``done``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal
 
 from meshwright.cost.memory.allocator import Arena, Stretch
@@ -166,6 +168,16 @@ class Script:
     pieces: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of an op, what it receives before it has its result
     ahead: frozenset[str] = frozenset()  # values that other segments of its stage make ahead of all that enters that
     stays: frozenset[str] = frozenset()  # values that others read where what these come from is kept for the second half
+    leads: frozenset[str] | None = None  # values whose gradients come again in the second half, where any do
+
+    @cached_property
+    def readers(self) -> Mapping[str, int]:
+        """Of every weight the operator that reads it first, whose backward is its last reader's."""
+        found = dict[str, int]()
+        for index, op in enumerate(self.graph.ops):
+            for name in self.weights.intersection(op.inputs):
+                found.setdefault(name, index)
+        return found
 
     @cached_property
     def moving(self) -> frozenset[str]:
@@ -198,8 +210,9 @@ class Script:
         return frozenset(found)
 
 
-def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script:
-    """``held``: the stored values, whose memory is accounted for elsewhere."""
+def script_of(graph: Graph, held: Iterable[str], operators: Operators, alone: Collection[str] = ()) -> Script:
+    """``held``: the stored values, whose memory is accounted for elsewhere; ``alone``: mesh axes of one rank, over which
+    nothing is exchanged."""
     base = storages(graph, operators)
     held = set(held)
     weights = frozenset(name for name, root in base.items() if root in held)
@@ -213,7 +226,7 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
         (0.0, 0.0) if (space := operators[op.target].cost.space) is None else space(one)
         for op, one in zip(graph.ops, work, strict=True)
     )
-    gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
+    gradients = tuple(_gradients(op, one, graph, operators, alone) for op, one in zip(graph.ops, work, strict=True))
     kernels = tuple(_kernels(op, found, operators) for op, found in zip(graph.ops, gradients, strict=True))
     last = _last_reads(graph, base, weights)
     return Script(graph, base, kept, last, weights, results_kept, gradients, spaces, kernels)
@@ -232,8 +245,9 @@ def _last_reads(graph: Graph, base: Mapping[str, str], weights: Collection[str])
     return {index: tuple(roots) for index, roots in going.items()}
 
 
-def of_one_stage(scripts: Sequence[Script]) -> list[Script]:
-    """The same segments, which follow each other in a stage with a split backward: what of each depends on what entered it."""
+def of_one_stage(scripts: Sequence[Script], leaving: Collection[str] = ()) -> list[Script]:
+    """The same segments, which follow each other in a stage with a split backward: what of each depends on what entered it, and
+    what of its gradients comes again in the second half (``_comes_again``). ``leaving``: values that the stage hands on."""
     found, ahead, stays = list[Script](), frozenset[str](), frozenset[str]()
     for script in scripts:
         found.append(replace(script, ahead=ahead))
@@ -242,7 +256,32 @@ def of_one_stage(scripts: Sequence[Script]) -> list[Script]:
     for at in reversed(range(len(found))):
         found[at] = replace(found[at], stays=stays)
         stays |= {name for index in found[at].below for name in scripts[at].graph.ops[index].inputs}
-    return found
+    return _comes_again(found, leaving)
+
+
+def _comes_again(scripts: list[Script], leaving: Collection[str]) -> list[Script]:
+    """The gradients of weights are made from where those of inputs left off, of each weight apart. If some weight is read where
+    it meets what entered at several places (as the table of a bias that all blocks add), those of all weights are made at once,
+    in a walk that passes through all that lies between these places and makes the gradients of that anew. What a stage hands on
+    meets where it leaves."""
+    weights, places = dict[str, frozenset[str]](), dict[str, set[tuple[int, int]]]()
+    led = set[str]()
+    for at, script in enumerate(scripts):
+        values = script.graph.values
+        weights.update((name, frozenset([name])) for name in script.weights if values[name].differentiable)
+        for index, op in enumerate(script.graph.ops):
+            read = frozenset[str]().union(*(weights.get(name, ()) for name in op.inputs))
+            if index in script.waiting:
+                for name in read:
+                    places.setdefault(name, set()).add((at, index))
+            if index in script.waiting or not led.isdisjoint(op.inputs):
+                led |= script.moving.intersection(op.outputs)
+            weights.update((name, read) for name in op.outputs if read and name not in script.moving)
+    for name in {name for value in leaving for name in weights.get(value, ())}:
+        places.setdefault(name, set()).add((len(scripts), 0))
+    if all(len(found) < 2 for found in places.values()):
+        return scripts
+    return [replace(script, leads=frozenset(led)) for script in scripts]
 
 
 def with_plain_loss(script: Script, operators: Operators) -> Script:
@@ -415,12 +454,12 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
 
 
 def backward(
-    tape: Tape, heap: Heap, grads: dict[str, Storage], weights: dict[str, Storage],
-    copies: Mapping[str, Sequence[float]] = MappingProxyType({}), half: Half = "both",
+    tape: Tape, heap: Heap, grads: dict[str, Storage], weights: dict[str, Storage], half: Half = "both",
+    done: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run a segment's backward. ``grads``: by value; those of the results are taken, those of the inputs added.
-    ``weights``: gradients of parameters so far; ``copies``: by how much larger each copy that is made of a parameter's
-    gradient on its way there is than the last; ``half``: of a split backward."""
+    ``weights``: gradients of parameters so far; ``half``: of a split backward; ``done``: called with a parameter when the last
+    of its readers is."""
     script = tape.script
     if tape.recompute != "none":
         end = max((i for i, (names, extra) in enumerate(script.kept) if names or extra), default=-1)
@@ -429,21 +468,22 @@ def backward(
             heap.drop(storage)
     for index in reversed(range(len(script.graph.ops))):
         op = script.graph.ops[index]
-        waited = tape.waits.pop(index, {})
-        made = {name: grads.pop(name) for name in op.outputs if name in grads} | waited
+        waited, made = tape.waits.pop(index, {}), {name: grads.pop(name) for name in op.outputs if name in grads}
         tape.ends += [hold(storage) for storage in waited.values()]
+        for name in made.keys() & waited:  # what waited takes the place of what came again
+            heap.drop(made.pop(name))
+        made |= waited
         if made:
             first = next(iter(made.values()))
             found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]
-                     if half == "both" or (name in script.moving) == (half == "inputs")]
+                     if _made_in(half, name, script)]
             if index in script.exchanges:
                 comes_late(*made.values(), *(storage for _, storage in found))
             heap.launch(script.kernels[index][1])
             heap.space(script.spaces[index][1])
             for name, storage in found:
                 if name in script.weights and name not in script.graph.producers:
-                    _add(heap, weights, name, storage, copies.get(name, ()))
-                    heap.become(weights[name], GRADIENTS)
+                    add_gradient(heap, weights, name, storage)
                 else:
                     _add(heap, grads, name, storage)
         if half == "inputs" and index in script.waiting:
@@ -451,13 +491,16 @@ def backward(
             made = {}
         for storage in made.values():
             heap.drop(storage)
-        if half == "weights" and index not in script.waiting:
+        if half == "weights" and (script.leads is None or not made) and index not in script.waiting:
             tape.ends += tape.kept.pop(index, ())
         if half == "inputs":
             tape.ends += tape.kept.pop(index, ()) if index not in script.below else ()
             continue
         for storage in tape.kept.pop(index, ()):
             heap.drop(storage)
+        for name in op.inputs if made else ():
+            if script.readers.get(name) == index and name in weights:
+                done(name)
     for storage in tape.inputs.values() if tape.recompute != "none" else ():
         heap.drop(storage)
     for left in tape.results.values():  # what recomputation stopped short of
@@ -465,10 +508,26 @@ def backward(
             heap.drop(storage)
 
 
+def _made_in(half: Half, name: str, script: Script) -> bool:
+    """Whether a half of a split backward makes the gradient of an operand."""
+    if half == "weights" and name in script.moving:
+        return script.leads is not None and name in script.leads
+    return half != "inputs" or name in script.moving
+
+
 def _keeps_operands(script: Script, index: int) -> bool:
     """Whether an operator keeps nothing that it makes: then recomputation stops before it runs."""
     names, extra = script.kept[index]
     return not extra and not set(names).intersection(script.graph.ops[index].outputs)
+
+
+def add_gradient(
+    heap: Heap, weights: dict[str, Storage], name: str, storage: Storage, copies: Sequence[float] = ()
+) -> None:
+    """One more gradient of a weight. ``copies``: by how much larger each copy that is made of it on its way there is than the
+    last."""
+    _add(heap, weights, name, storage, copies)
+    heap.become(weights[name], GRADIENTS)
 
 
 def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copies: Sequence[float] = ()) -> None:
@@ -493,10 +552,14 @@ def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copi
 # --------------------------------------------------------------------------------------------- gradients of one operator
 
 
-def _gradients(op: Op, work: Work, graph: Graph, operators: Operators) -> tuple[tuple[str, float, bool], ...]:
+def _gradients(
+    op: Op, work: Work, graph: Graph, operators: Operators, alone: Collection[str]
+) -> tuple[tuple[str, float, bool], ...]:
     """(operand, bytes of the gradient that this operator makes for it, whether it is that of the result)."""
     operands = [(at, name, graph.values[name]) for at, name in enumerate(op.inputs) if graph.values[name].differentiable]
     passed_on = passing(op, work, graph, operators) if operands else ()
+    if operators[op.target].exchanges and dict(op.kwargs).get("axis") in alone:
+        passed_on = [at for at, _, _ in operands]
     dtype = graph.values[op.outputs[0]].dtype
     return tuple((name, float(value.bytes_), at in passed_on and value.dtype == dtype) for at, name, value in operands)
 

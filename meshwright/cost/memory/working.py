@@ -205,7 +205,7 @@ def halves(steps: Sequence[BackwardStep], leaving: Mapping[str, float], moving: 
             weights.append(MadeInW(name, released, own, since))
             since = own
         released += step.released * step.waits
-    return Halves(max(peak, waiting + sum(alive.values())), released, tuple(weights), max(since, 0.0))
+    return Halves(max(peak, waiting + sum(alive.values())), released, tuple(weights), since)
 
 
 def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -376,7 +377,7 @@ def _backward_weights(
     groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tensor | None, ...]]]], units: Mapping[int, Any]
 ) -> None:
     """Gradients of weights, from those that the inputs' backward left at the nodes between. Those of ``units`` are added up in
-    the type that FSDP2 reduces in, as behind a backward that is one.
+    the type that FSDP2 reduces in, as behind a backward that is one, each as it comes: a group may be all weights of a stage.
 
     (torch 2.11's own takes the gradients of a node's several results for one, and adds what flows on from one place to what
     another one has.)
@@ -389,19 +390,20 @@ def _backward_weights(
         if not starts:
             continue
         held = places if len(places) > 1 else {}
+        weights = [cast(Any, node).variable for node in nodes]  # what they accumulate into
         handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in held.items()]
-        ends = [GradientEdge(node, 0) for node in nodes]
+        handles += [weight.register_post_accumulate_grad_hook(partial(_add_up, units[id(weight)]))
+                    for weight in weights if id(weight) in units]
         try:
-            found = torch.autograd.grad(list(starts), ends, list(starts.values()))
+            torch.autograd.backward(list(starts), list(starts.values()), inputs=weights)
         finally:
             for handle in handles:
                 handle.remove()
-        for node, grad in zip(nodes, found, strict=True):
-            weight = cast(Any, node).variable  # what it accumulates into
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-            if (of := units.get(id(weight))) is not None:
-                of.accumulate_unsharded_grad_if_needed()
-                of.to_accumulated_grad_if_needed()
+
+
+def _add_up(of: Any, _: Tensor) -> None:
+    of.accumulate_unsharded_grad_if_needed()
+    of.to_accumulated_grad_if_needed()
 
 
 def _example(value: Value, device: torch.device) -> Tensor:
