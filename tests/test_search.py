@@ -602,6 +602,13 @@ def test_where_larger_samples_did_not_fit_the_leanest_program_says_whether_small
     assert [bytes_ for bytes_ in capacities if bytes_ < math.inf] == [0.0]
 
 
+def test_what_does_not_fit_is_told_where_a_level_cannot_hold_a_vocabulary() -> None:
+    """Of the nearest pipeline what is solved to tell is one whose parameters can be kept so."""
+    graph = llama((2, 1024), 3, 1024, 16, vocab_size=50257)
+    with pytest.raises(OutOfMemoryError, match=r"of 0\.[0-9]+ GiB"):
+        make_plan(graph, Cluster.parse("h100:2x4").with_memory(2**28), Pins(cp=2, schedule="1f1b"))
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)
