@@ -609,6 +609,26 @@ def test_what_does_not_fit_is_told_where_a_level_cannot_hold_a_vocabulary() -> N
         make_plan(graph, Cluster.parse("h100:2x4").with_memory(2**28), Pins(cp=2, schedule="1f1b"))
 
 
+@pytest.mark.parametrize(("bound", "effort", "solved"), [(0.5, 0.0, 2), (0.99, 0.0, 0), (0.5, 9.5, 0)])
+def test_shapes_that_were_left_are_solved_where_there_is_a_gap(bound: float, effort: float, solved: int) -> None:
+    """And effort to look for it; what is proven of them is none of what the certificate is of."""
+    seen = list[object]()
+
+    def sweep_through(nodes: list[object], deadline: float) -> list[object]:
+        seen.extend(nodes)
+        sweep._closed = 0.1
+        return []
+
+    counts = SimpleNamespace(considered=4)
+    sweep = SimpleNamespace(
+        _shapes=["x=16 x y=4", "x=32 x y=2"], effort=effort, limit=10.0, bound=bound, _incumbent=1.0, _told=True, _closed=bound,
+        bounds=SimpleNamespace(counts=counts), _sweep=sweep_through,
+    )
+    Sweep.shapes(sweep)  # type: ignore[arg-type]
+    assert seen == ["x=16 x y=4", "x=32 x y=2"][:solved]
+    assert (sweep._closed, sweep._told, counts.considered) == (bound, True, 4 + solved)
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)

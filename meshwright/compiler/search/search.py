@@ -159,6 +159,8 @@ def _best_plan(
     if swept:
         sweep.rest()
         timing.mark("search")
+    if alone:
+        sweep.shapes()
     best = _made(sweep, fits, timing, refined, spare=_SPARE)
     if best is None and to_beat == math.inf:
         raise sweep.refusal()
