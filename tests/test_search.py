@@ -521,6 +521,24 @@ def test_more_room_is_asked_for_where_less_is_held_than_counted(held: float, aga
     assert found.bound_seconds == (8.0 if again else 9.0)
 
 
+def test_what_does_not_fit_is_not_found_again() -> None:
+    """A plan that counts far less than its limit and holds more: the next limit is below what it counts."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 96.0, 100.0))
+    begun, asked = Counted(plan, 100.0, True, 8.0, "gap", settled=True), list[float]()
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        made = plan if limit >= 96.0 else replace(plan, predicted=Prediction(9.2, limit, 100.0))
+        return Counted(made, limit, True, 8.0, "gap", settled=True)
+
+    def fits(one: Plan) -> Prediction:
+        return replace(prediction_of(one), bytes_per_rank=1.05 * prediction_of(one).bytes_per_rank)
+
+    found = fitted(begun, within, fits, Cluster.parse("h100:1x1"))
+    assert asked == pytest.approx([0.995 * 96.0 / (1.05 * 0.96)])
+    assert found.seconds == 9.2
+
+
 def test_between_what_fits_and_what_does_not_is_more() -> None:
     """After the leanest plan, which fits, and one that does not, nothing less than the leanest is asked for."""
     plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 100.5, 100.0))
@@ -609,24 +627,26 @@ def test_what_does_not_fit_is_told_where_a_level_cannot_hold_a_vocabulary() -> N
         make_plan(graph, Cluster.parse("h100:2x4").with_memory(2**28), Pins(cp=2, schedule="1f1b"))
 
 
-@pytest.mark.parametrize(("bound", "effort", "solved"), [(0.5, 0.0, 2), (0.99, 0.0, 0), (0.5, 9.5, 0)])
-def test_shapes_that_were_left_are_solved_where_there_is_a_gap(bound: float, effort: float, solved: int) -> None:
-    """And effort to look for it; what is proven of them is none of what the certificate is of."""
+@pytest.mark.parametrize(("bound", "effort", "solved"), [(0.5, 8.0, 2), (0.99, 8.0, 0), (0.99, 4.0, 2), (0.5, 9.5, 0)])
+def test_shapes_that_were_left_are_solved_where_there_is_time(bound: float, effort: float, solved: int) -> None:
+    """More where there is a gap. What is proven of them is none of what the certificate is of, but of the plan's own."""
     seen = list[object]()
 
     def sweep_through(nodes: list[object], deadline: float) -> list[object]:
         seen.extend(nodes)
         sweep._closed = 0.1
+        if len(seen) == 2:
+            sweep.results.append(SimpleNamespace(fitted=SimpleNamespace(bound_seconds=0.4)))
         return []
 
     counts = SimpleNamespace(considered=4)
     sweep = SimpleNamespace(
         _shapes=["x=16 x y=4", "x=32 x y=2"], effort=effort, limit=10.0, bound=bound, _incumbent=1.0, _told=True, _closed=bound,
-        bounds=SimpleNamespace(counts=counts), _sweep=sweep_through,
+        bounds=SimpleNamespace(counts=counts), _sweep=sweep_through, results=[SimpleNamespace()],
     )
     Sweep.shapes(sweep)  # type: ignore[arg-type]
     assert seen == ["x=16 x y=4", "x=32 x y=2"][:solved]
-    assert (sweep._closed, sweep._told, counts.considered) == (bound, True, 4 + solved)
+    assert (sweep._closed, sweep._told, counts.considered) == (0.4 if solved else bound, True, 4 + solved)
 
 
 def test_layouts_share_a_limit() -> None:

@@ -4,10 +4,10 @@ A search counts memory block by block or unit by unit; a program's memory is rep
 percent, either way. So a plan is made within a limit of counted bytes, replayed, and made again within a corrected limit,
 until it fits and leaves little unused::
 
-    next limit = limit x capacity / replayed bytes              (of a plan without a limit: what it counts)
-    of a plan that fits = counted x capacity / replayed bytes   (if that is no more than its limit, more room is of no use)
+    next limit = counted x capacity / replayed bytes
 
-The bound is that of the widest limit that was looked at.
+Within more, what does not fit would be found again; where a plan fits, more is of use only if it is more than its limit. The
+bound is that of the widest limit that was looked at.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def fitted(
             if asked <= counted.limit_bytes:
                 return proven(best)
         else:
-            asked *= counted.limit_bytes
+            asked *= min(counted.limit_bytes, prediction_of(counted.plan).bytes_per_rank)
         if asked <= least[0] < counted.limit_bytes and not predicted.fits:  # less than what is known to fit: between the two
             part = (predicted.capacity_bytes - least[1]) / (predicted.bytes_per_rank - least[1])
             asked = least[0] + part * (counted.limit_bytes - least[0])
