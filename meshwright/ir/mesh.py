@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
@@ -98,6 +98,11 @@ class Mesh:
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes)
+
+    def distributes(self, data: Collection[str]) -> bool:
+        """Whether ranks read a parameter whose gradient is summed over the axes ``data`` by FSDP2 as a DTensor: others than
+        these, and those of other stages, have pieces or copies of it. Of one that FSDP2 does not take (no axis): any others."""
+        return any(self.size(axis) > 1 and axis != PP and axis not in data for axis in self.axes) if data else self.world > 1
 
     def innermost(self, axis: str, size: int) -> Mesh:
         """The mesh with one more axis, the nearest."""

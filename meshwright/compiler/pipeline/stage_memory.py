@@ -24,7 +24,6 @@ from meshwright.compiler.pipeline.degrees import Degrees, renamed
 from meshwright.compiler.pipeline.transients import BESIDE
 from meshwright.compiler.placement.costs import GRADIENTS, SAVED, TRANSIENT, Variant
 from meshwright.compiler.placement.rows import PlacedPosition, Placement, Use
-from meshwright.ir.mesh import PP
 
 Array = np.ndarray
 _FP32 = 4
@@ -213,7 +212,7 @@ class StageMemory:
                 continue
             made, reduced, *_ = found.get(own.data_axes, (0.0, 0.0))
             shards = degrees.mesh.size(own.shard_axes) if own.zero else 1
-            total, copied = reduced + bytes_ / self.itemsize * _FP32, _copied(degrees, own.data_axes)
+            total, copied = reduced + bytes_ / self.itemsize * _FP32, degrees.mesh.distributes(own.data_axes)
             found[own.data_axes] = ReducedTogether(made + bytes_, total, shards, own.zero, copied)
         return RowGradients(tuple(found.values()), loose, self.wide, several)
 
@@ -299,7 +298,7 @@ class StageMemory:
             own = variant.of(need.split_axes).data_axes
             start = now = use.value.numel / mesh.size(need.split_axes) * self.itemsize * bool(use.trainable)
             made = now * (1 + (not need.varying & live <= {*own}))  # the sum over ranks beside what it is made of
-            copied = _copied(degrees, own)
+            copied = mesh.distributes(own)
             found = new = made
             copies = [[(wide, not own)] * (wide > 1.0), [(1.0, True)] * copied]
             for times, added in itertools.chain(*copies[:: -1 if own else 1]):
@@ -323,12 +322,6 @@ class StageMemory:
         """Bytes of every gradient of a weight in the compute dtype, and the axes that split it."""
         needs = [(use.value.numel, renamed(use.need, degrees).split_axes) for use in uses if use.trainable]
         return [(numel / degrees.mesh.size(split) * self.itemsize, tuple(split)) for numel, split in needs]
-
-
-def _copied(degrees: Degrees, data: Sequence[str]) -> bool:
-    """Whether ranks hold a weight whose gradient is summed over these axes as a DTensor, whose gradient is a copy."""
-    mesh = degrees.mesh
-    return any(mesh.size(axis) > 1 and axis != PP and axis not in data for axis in mesh.axes) if data else mesh.world > 1
 
 
 def _reducing(roots: Array, reduced: Array, several: bool) -> dict[str, Array]:

@@ -163,7 +163,7 @@ class Sweep:
     def free(self) -> None:
         """Solve the candidates whose axes may split anything. The mesh of nodes and their devices comes first. Where memory
         binds then (one device's program says so, or it kept a layout from being faster), others come as long as all took less
-        than ``_SHAPES``: each may take seconds; the rest at the end, if there is a gap (``shapes``)."""
+        than ``_SHAPES``: each may take seconds; the rest at the end, as far as there is time (``shapes``)."""
         self.freed = True
         task, cluster = self.task, self.task.cluster
         try:

@@ -52,7 +52,7 @@ from meshwright.cost.memory.replay import (
     with_sequence_first,
     with_whole_heads,
 )
-from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ceil_div
 
@@ -329,9 +329,7 @@ class RootUnit:
 
     def _distributed(self, stored: Stored) -> bool:
         """Whether it is read as a DTensor, whose gradient is a copy of its local one (``layout.Locals``)."""
-        if not gathers(stored, self.mesh):
-            return self.mesh.world > 1
-        return any(self.mesh.size(axis) > 1 for axis in self.mesh.axes if axis != PP and axis not in stored.data_axes)
+        return self.mesh.distributes(stored.data_axes if gathers(stored, self.mesh) else ())
 
     def _widened(self, stored: Stored) -> float:
         """By how much a gradient grows on its way to a sum in fp32: of a loose parameter through its copy in the compute dtype,
