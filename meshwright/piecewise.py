@@ -21,7 +21,7 @@ from typing import Any
 
 from meshwright.compiler.search.blockwise import WIDEST
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
-from meshwright.compiler.search.search import SECONDS, best_plan, proof_of
+from meshwright.compiler.search.search import SECONDS, best_plan, bounded, proof_of
 from meshwright.compiler.search.task import Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
@@ -49,8 +49,9 @@ _DEAR = 0.1
 """Where making the logits again is so much of a step, all of them at once are looked at whatever else is open (chosen)."""
 _LOGIT = 4 + 4 + 2
 """Bytes of a logit: in fp32 with its gradient, and as it is made."""
-AGAIN = 0.4 * SECONDS
-"""Nominal limit of a search that has a plan of the graph as it is to beat (chosen)."""
+AGAIN, LEFT = 0.4 * SECONDS, 0.1 * SECONDS
+"""Nominal limits of a search that has a plan of the graph as it is to beat: at most, and where those before took all that one
+may take (chosen)."""
 Search = Callable[..., Plan]
 """``find_plan``, or without a look at what else would fit."""
 FIRST: Search = partial(best_plan, limit=SECONDS)
@@ -152,7 +153,7 @@ def _in_pieces(graph: Graph, made: Made, cluster: Cluster, pins: Pins, last: Sea
 def _or_faster(plan: Plan, graph: Graph, made: Made, rows: int) -> Plan:
     """A plan, or a faster one with the loss in pieces of so many rows."""
     with suppress(NoBetterError, PlanError, PinError):
-        return made(in_pieces(graph, rows), partial(best_plan, limit=AGAIN, to_beat=_seconds(plan)))
+        return made(in_pieces(graph, rows), partial(_again, to_beat=_seconds(plan)))
     return plan
 
 
@@ -166,24 +167,23 @@ def _fewer(graph: Graph, cluster: Cluster) -> int:
 
 def _spared(pieces: Plan, part: float, gap: float, made: Callable[[Search], Plan]) -> Plan:
     """The best plan where all logits at once spare the plan in pieces no more than ``part`` of its step; ``made``: searches
-    with them. Where that is more than the gap those of the same degrees, schedule and micro-batches are looked at, and all that
-    may be faster if only that part leaves too much open."""
+    with them. Where that is more than the gap those of the same degrees, schedule and micro-batches are looked at; all that may
+    be faster instead, if only that part leaves too much open."""
+    proof = proof_of(pieces)
+    found = _sparing(pieces, pieces, part, gap)
     if part <= gap:
-        return _sparing(pieces, pieces, part, gap)
-    best = pieces
-    with suppress(NoBetterError, PlanError, PinError):
-        best = made(partial(_alike, pieces))
-    found = _sparing(best, pieces, part, gap)
-    proof, before = proof_of(found), proof_of(pieces)
-    if proof.gap <= WIDEST or (before.gap > WIDEST and part < _DEAR):
+        return found
+    if proof_of(found).gap <= WIDEST or (proof.gap > WIDEST and part < _DEAR):
+        with suppress(NoBetterError, PlanError, PinError):
+            found = _sparing(made(partial(_alike, pieces)), pieces, part, gap)
         return found
     try:
-        return made(partial(best_plan, limit=AGAIN, to_beat=_seconds(found)))
+        return bounded(made(partial(_again, to_beat=_seconds(found))), proof.bound_seconds, gap)
     except (PlanError, PinError):
         return found
     except NoBetterError as error:
-        proven = max(proof.bound_seconds, min(error.bound_seconds, before.bound_seconds))
-        return replace(found, certificate=replace(proof, bound_seconds=proven))
+        proven = max(proof_of(found).bound_seconds, min(error.bound_seconds, proof.bound_seconds))
+        return replace(found, certificate=replace(proof_of(found), bound_seconds=proven))
 
 
 def _alike(
@@ -202,7 +202,15 @@ def _alike(
         held |= {"pp": plan.pipeline.degree, "schedule": plan.pipeline.schedule}
         held["virtual_stages"] = plan.pipeline.stages // plan.pipeline.degree
     alike = replace(task, pins=replace(task.pins, **held))
-    return best_plan(alike, fits, AGAIN, timing=timing, progress=progress, to_beat=_seconds(plan))
+    return _again(alike, fits, timing=timing, progress=progress, to_beat=_seconds(plan))
+
+
+def _again(
+    task: Task, fits: Callable[[Plan], Prediction], *, to_beat: float, timing: Timing, progress: Progress | None = None
+) -> Plan:
+    """``best_plan`` within what the searches before left."""
+    limit = min(AGAIN, max(LEFT, SECONDS - timing.searched))
+    return best_plan(task, fits, limit, timing=timing, progress=progress, to_beat=to_beat)
 
 
 def _logits_again(graph: Graph, device: Device, rows: int, ranks: int = 1) -> float:

@@ -36,7 +36,7 @@ from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, TENSOR
-from meshwright.compiler.search.blockwise import WIDEST, one_device, solve_layout
+from meshwright.compiler.search.blockwise import WIDEST, OneDevices, solve_layout
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (
     Candidate,
@@ -129,7 +129,7 @@ def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limi
     inputs = sum(graph.values[name].bytes_ for name in graph.inputs)
     where = Cluster.parse(cluster).with_memory(int(capacity) + inputs)
     task = Task(graph, where, rules_of(graph)[0], Pins(), "bf16", 8.0, gap, ("none", "full"))
-    return Sweep(task, _no_free_layouts, lambda count: one_device(task, count, prediction_of), spent=lambda: 0.0, limit=limit)
+    return Sweep(task, _no_free_layouts, OneDevices(task, prediction_of), spent=lambda: 0.0, limit=limit)
 
 
 def _no_free_layouts(candidate: Candidate, to_beat: float, floor: float | None) -> Fitted:

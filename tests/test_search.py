@@ -23,7 +23,7 @@ from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
-from meshwright.compiler.search.fitting import Counted, fitted, prediction_of
+from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
 from meshwright.compiler.search.layouts import layouts
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.settled import settled
@@ -632,21 +632,88 @@ def test_shapes_that_were_left_are_solved_where_there_is_time(bound: float, effo
     """More where there is a gap. What is proven of them is none of what the certificate is of, but of the plan's own."""
     seen = list[object]()
 
-    def sweep_through(nodes: list[object], deadline: float) -> list[object]:
-        seen.extend(nodes)
+    def solve(node: object) -> None:
+        seen.append(node)
         sweep._closed = 0.1
         if len(seen) == 2:
             sweep.results.append(SimpleNamespace(fitted=SimpleNamespace(bound_seconds=0.4)))
-        return []
 
-    counts = SimpleNamespace(considered=4)
     sweep = SimpleNamespace(
         _shapes=["x=16 x y=4", "x=32 x y=2"], effort=effort, limit=10.0, bound=bound, _incumbent=1.0, _told=True, _closed=bound,
-        bounds=SimpleNamespace(counts=counts), _sweep=sweep_through, results=[SimpleNamespace()],
+        _shape=solve, results=[SimpleNamespace()],
     )
     Sweep.shapes(sweep)  # type: ignore[arg-type]
     assert seen == ["x=16 x y=4", "x=32 x y=2"][:solved]
-    assert (sweep._closed, sweep._told, counts.considered) == (0.4 if solved else bound, True, 4 + solved)
+    assert (sweep._closed, sweep._told) == (0.4 if solved else bound, True)
+
+
+@pytest.mark.parametrize(("best", "least", "looked"), [
+    ([(9.0, 4, 16), (8.0, 1, 8)], 4, [8, 4, 2]), ([(9.0, 1, 2)], 4, [2, 4]), ([], 4, [1, 2, 4]), ([(9.0, 1, 5)], 1, [4, 2, 1]),
+])
+def test_a_shape_is_solved_first_with_as_many_micro_batches_as_the_best(
+    best: list[tuple[float, int, int]], least: int, looked: list[int]
+) -> None:
+    """With fewer while these fit, with more until some do: micro-batches that are far too large are not looked at."""
+    seen = list[int]()
+    one = Candidate(1, 1, "none", 1, 1, 1, 16, layouts(Cluster.parse("h100:1x8"), Pins())[0])
+    sweep = SimpleNamespace(
+        results=[SimpleNamespace(seconds=of, candidate=replace(one, pp=pp, microbatches=count)) for of, pp, count in best],
+        bounds=SimpleNamespace(later=lambda node, fewer: [replace(node.candidate, microbatches=node.later[0])]),
+        _crowded=[], _refused_free=[],
+    )
+
+    def through(nodes: list[Candidate], deadline: float) -> None:
+        seen.append(nodes[0].microbatches)
+        sweep._crowded += [0] * (nodes[0].microbatches < least)
+
+    sweep._sweep = through
+    Sweep._shape(sweep, Branch(1.0, Level.FLOPS, 0, one, later=(2, 4, 8, 16), fewer=8.5))  # type: ignore[arg-type]
+    assert seen == looked
+
+
+def test_what_misses_by_a_hair_is_made_again_by_a_hair_less() -> None:
+    """Where nothing is within what is aimed at, so that a program does not miss again, there may be something between."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 100.0, 100.0))
+    begun, asked = Counted(plan, 100.0, True, 8.0, "gap", settled=True), list[float]()
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        if limit < 99.7:
+            raise OutOfMemoryError("", 99.7, 100.0, {})
+        return Counted(replace(plan, predicted=Prediction(9.5, 99.8, 100.0)), limit, True, 8.0, "gap", settled=True)
+
+    def fits(one: Plan) -> Prediction:
+        return replace(prediction_of(one), bytes_per_rank=prediction_of(one).bytes_per_rank + 0.1)
+
+    found = fitted(begun, within, fits, Cluster.parse("h100:1x1"))
+    assert asked == pytest.approx([0.995 * 100.0 / 1.001, 100.0 / 1.001])
+    assert found.seconds == 9.5
+
+
+def test_what_was_not_proven_not_to_fit_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs hold more than their counts here, but not so much more that nothing fits: where a rival is known, what is
+    proven of the layout is what it was proven to take, not that nothing runs on it."""
+    graph = llama((16, 512), 4, 256, 8)
+    cluster = Cluster.parse("h100:1x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
+    fits, layout = Footprints(task.rules, task.state_bytes, cluster.device).fits, layouts(cluster, Pins())[0]
+    whole = blockwise.solve_layout(task, layout, 2, fits, Timing())
+    tight = replace(task, cluster=cluster.with_memory(int(0.6 * prediction_of(whole.plan).bytes_per_rank)))
+
+    def refuses(*_: object) -> Fitted:
+        raise OutOfMemoryError("", 1.0, 1.0, {}, proven=proven)
+
+    def raised(error: type[Exception], to_beat: float) -> Any:
+        with pytest.raises(error) as found:
+            blockwise.solve_layout(tight, layout, 2, fits, Timing(), to_beat)
+        return found.value
+
+    monkeypatch.setattr(blockwise, "fitted", refuses)
+    proven = True
+    raised(OutOfMemoryError, 2 * whole.seconds)
+    proven = False
+    raised(OutOfMemoryError, math.inf)
+    assert raised(NoBetterError, 2 * whole.seconds).bound_seconds >= whole.bound_seconds * 0.999
 
 
 def test_layouts_share_a_limit() -> None:

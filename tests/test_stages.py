@@ -942,8 +942,8 @@ def test_a_cut_is_looked_for_near_divided_units(blocks: int, pp: int, virtual: i
     """From an even share of work the search ends 5 and 4% above this."""
     found = cut(encoder_and_decoder(blocks), pp, virtual, "interleaved1f1b", m)
     assert found.makespan <= seconds
-    assert found.numbers > 0
-    assert cut([replace(unit, value=0.1) for unit in random_units(12, 1)], 3, 3, "interleaved1f1b", 6).numbers == 0
+    assert found.work > 0
+    assert cut([replace(unit, value=0.1) for unit in random_units(12, 1)], 3, 3, "interleaved1f1b", 6).work == 0
 
 
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))

@@ -98,7 +98,7 @@ class Found:
     bound: float
     candidates: int
     looked: int
-    numbers: int = 0
+    work: float = 0.0
 
 
 def refine(problem: Cutting, cuts: np.ndarray, options: np.ndarray, bound: float, cutoff: float) -> Found:

@@ -318,10 +318,12 @@ def _room(
 
 class Bound(NamedTuple):
     """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing`` (or
-    crowding), the ``stages`` of ranks that have one each, ``divided`` units, or ``whole`` numbers of them on every rank."""
+    crowding), the ``stages`` of ranks that have one each, ``divided`` units, or ``whole`` numbers of them on every rank.
+    ``work``: nominal seconds of programs solved for it."""
 
     seconds: float
     by: str
+    work: float = 0.0
 
 
 def fractional_bound(
@@ -354,8 +356,8 @@ def fractional_bound(
     program.limit(to_beat)
     divided = program.bound(to_beat)
     if not _WHOLE * to_beat <= divided < to_beat or np.count_nonzero(program.members > 1) != 1:
-        return Bound(divided, "divided")
-    return Bound(max(divided, program.whole_bound(to_beat)), "whole")
+        return Bound(divided, "divided", program.work)
+    return Bound(max(divided, program.whole_bound(to_beat)), "whole", program.work)
 
 
 _CASES = 20

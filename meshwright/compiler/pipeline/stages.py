@@ -72,7 +72,8 @@ class Cuts:
     """``boundaries``: S + 1 unit indices, stage s = units boundaries[s]..boundaries[s + 1] - 1, on rank ``stage_rank[s]`` with
     option ``options[s]``. Seconds per stage and micro-batch; ``memory``: bytes per rank; ``makespan``: seconds of the simulated
     step, with what is outside of its micro-batches; ``bound``: seconds that no cut can beat, whichever units of a stage have
-    which option; ``candidates``: cuts simulated; ``looked``: cuts that were bounded; ``numbers``: of programs solved for it."""
+    which option; ``candidates``: cuts simulated; ``looked``: cuts that were bounded; ``work``: nominal seconds of
+    programs solved for it."""
 
     boundaries: tuple[int, ...]
     options: tuple[int, ...]
@@ -85,7 +86,7 @@ class Cuts:
     bound: float
     candidates: int
     looked: int
-    numbers: int = 0
+    work: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -249,7 +250,7 @@ def _result(problem: Cutting, found: Found) -> Cuts:
         min(found.bound, found.makespan),
         found.candidates,
         found.looked,
-        found.numbers,
+        found.work,
     )
 
 
@@ -377,8 +378,8 @@ def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
 def _begun_elsewhere(problem: Cutting, found: Found, bound: float, cutoff: float) -> Found:
     """The better of a cut that was found and of one that is found near to what is best for divided units (of an encoder and a
     decoder of 12 blocks each on 4 ranks of 4 stages, by 5%)."""
-    rows, numbers = divided_cuts(problem.units, problem.table, problem.outside, problem.capacity)
-    found = replace(found, numbers=numbers)
+    rows, work = divided_cuts(problem.units, problem.table, problem.outside, problem.capacity)
+    found = replace(found, work=work)
     if not len(rows):
         return found
     cuts, options = _made_to_fit(problem, *_each_way(problem, rows))
@@ -386,7 +387,7 @@ def _begun_elsewhere(problem: Cutting, found: Found, bound: float, cutoff: float
         return found
     other = refine(problem, cuts, options, bound, min(cutoff, found.makespan))
     best, candidates = min(found, other, key=lambda one: one.makespan), found.candidates + other.candidates
-    return replace(best, candidates=candidates, looked=found.looked + other.looked, numbers=numbers)
+    return replace(best, candidates=candidates, looked=found.looked + other.looked, work=work)
 
 
 def _each_way(problem: Cutting, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

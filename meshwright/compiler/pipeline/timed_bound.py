@@ -82,9 +82,9 @@ class TimedBound:
         self._each = math.inf
 
     @property
-    def work(self) -> int:
-        """How many numbers the programs that were solved had."""
-        return self._program.size
+    def work(self) -> float:
+        """Nominal seconds of the programs that were solved."""
+        return self._program.work
 
     def sharpen(self, sharp: Sharp) -> float:
         """The seconds, as sharp as that. Of small programs more is said at once, where crossings differ by enough to come to
@@ -170,12 +170,12 @@ class TimedBound:
 
 def divided_cuts(
     units: Intervals, table: Table, outside: OutsideSeconds, room: np.ndarray
-) -> tuple[np.ndarray, int]:
+) -> tuple[np.ndarray, float]:
     """Cuts [k, stages + 1] near to what is best for divided units, where several classes have several and the table has a
-    skeleton, else none; and how many numbers the programs had that say so."""
+    skeleton, else none; and nominal seconds of the programs that say so."""
     found = list[np.ndarray]()
     if np.count_nonzero(classes_of(units, outside, table.stages).members > 1) < 2:
-        return np.zeros((0, table.stages + 1), dtype=np.int64), 0
+        return np.zeros((0, table.stages + 1), dtype=np.int64), 0.0
     program = TimedProgram(units, table, outside, room, 0.0, KnownPaths(table))
     best = program.first()
     while program.follow() and len(found) < _LOOKS:
@@ -186,4 +186,4 @@ def divided_cuts(
         found.append(program.whole_cut(point))
         if not (program.overflows(point) or program.remembers(point, seconds)):
             best, _ = program.toward(best, point)
-    return np.unique(np.array(found, dtype=np.int64).reshape(-1, table.stages + 1), axis=0), program.size
+    return np.unique(np.array(found, dtype=np.int64).reshape(-1, table.stages + 1), axis=0), program.work

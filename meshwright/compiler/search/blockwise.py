@@ -24,6 +24,7 @@ from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
+from meshwright.compiler.solver.effort import WORK
 from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
 from meshwright.cost.cluster import Cluster
@@ -111,6 +112,7 @@ def solve_layout(
     capacity = task.cluster.capacity_bytes
 
     def judge(plan: Plan) -> Prediction:
+        known.spent += WORK["operator of a plan"] * len(task.graph.ops)
         found = fits(plan)
         share = found.bytes_per_rank / prediction_of(plan).bytes_per_rank
         if 1 / FAR < share < FAR:  # the leanest of what does not fit may be far off
@@ -127,14 +129,14 @@ def solve_layout(
     wide, hint = capacity / min(share, 1.0), Hint(None if before is None else _for_kinds(*before, limited.kept))
     within = _Limited(limited, task, timing, layout, microbatches, known, hint, cutoff, floor, wide)
     if first is not None and first.limit_bytes <= wide:
-        return fitted(first, within.solve, judge, task.cluster)
+        return within.fitted(first, judge)
     # the first is not replayed to learn that it does not fit; where smaller samples may not either, the leanest says so
     lean = to_beat == math.inf and layout in known.crowded
     asked = 0.0 if lean else capacity / share
     counted = within.solve(asked)
     if not lean and within.looked < wide and counted.bound_seconds < prediction_of(counted.plan).step_seconds * (1.0 - WIDEST):
         counted, asked = within.solve(wide), wide  # what a program holds more of here is dear
-    return fitted(counted, within.solve, judge, task.cluster, asked)
+    return within.fitted(counted, judge, asked)
 
 
 @dataclass
@@ -194,6 +196,16 @@ class _Limited:
         price = self.hint.at.memory if self.hint.at is not None else 0.0
         return Counted(plan, bytes_, True, self._proven(found.bound, bytes_), found.status, settled=True, price=price)
 
+    def fitted(self, first: Counted, judge: Fits, asked: float | None = None) -> Fitted:
+        """The fastest found that fits. Raises OutOfMemoryError, but where a rival is known and not proven that nothing fits
+        NoBetterError, or what ``solve`` raises."""
+        try:
+            return fitted(first, self.solve, judge, self.task.cluster, asked)
+        except OutOfMemoryError as error:
+            if error.proven or self.cutoff == math.inf or not first.settled:
+                raise
+            raise NoBetterError(first.bound_seconds, limited=True) from None
+
     def _proven(self, bound: float, bytes_: float) -> float:
         """Seconds that nothing within ``wide`` goes below, of what was proven within so many bytes: the bound of the last
         multipliers, less what their price of memory makes of the bytes between."""
@@ -247,6 +259,23 @@ class OneDevice:
         its part of what runs there."""
         alone = self.standing + self.activations * samples / world
         return (alone if stages == 1 else self.widest * samples * stages / world) > room * FAR
+
+
+@dataclass
+class OneDevices:
+    """``one_device`` of every count of micro-batches that is asked for; told from what fewer have, where that is clear."""
+
+    task: Task
+    fits: Fits
+    known: dict[int, OneDevice] = field(default_factory=dict)
+
+    def __call__(self, microbatches: int) -> OneDevice:
+        """Of so many micro-batches."""
+        if microbatches not in self.known:
+            larger = max((count for count in self.known if count < microbatches), default=microbatches)
+            told = larger < microbatches and self.known[larger].of_fewer(larger / microbatches, self.task.cluster)
+            self.known[microbatches] = told or one_device(self.task, microbatches, self.fits)
+        return self.known[microbatches]
 
 
 def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:

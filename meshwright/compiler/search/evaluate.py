@@ -185,6 +185,10 @@ class Evaluator:
             found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
         return min(found, key=lambda one: one.seconds)
 
+    def _programs(self, seconds: float) -> None:
+        """Linear programs were solved in so many nominal seconds."""
+        self.work["nanosecond of programs"] += round(1e9 * seconds)
+
     def glance(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
         """Seconds of a pipeline's step without a search for its cut; inf where it does not fit so."""
         variants, _ = self._variants(candidate, degrees, zero, placement)
@@ -287,10 +291,10 @@ class Evaluator:
         twice = self.costs.twice(candidate, degrees, zero, placement, most=several[1])
         room = np.maximum(capacity - boundary + twice, 1.0)
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, cutoff / slack)
-        self.work.update({"packing": 1, "unit packed": units.count})
+        self.work["packing"] += 1
         self.work["unit of ranks alone"] += pp * units.count * units.options * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
-        self.work["rank of whole units"] += pp * (bound.by == "whole")
+        self._programs(bound.work)
         found = bound.seconds * slack
         return max(cutoff, found) if bound.seconds >= cutoff / slack > 0 else found
 
@@ -304,7 +308,7 @@ class Evaluator:
         slack, table, capacity = placement.slack, self.table(candidate), self.capacity if capacity is None else capacity
         key, asked = (candidate, degrees, zero, capacity), cutoff / slack
         bound = self._timed.pop(key, None)
-        numbers = bound.work if bound is not None and asked <= bound.cutoff else 0
+        before = bound.work if bound is not None and asked <= bound.cutoff else 0.0
         if bound is None or asked > bound.cutoff:
             units, outside = self._divisible(candidate, degrees, zero, placement)
             most = capacity + self.costs.twice(candidate, degrees, zero, placement, most=candidate.virtual_stages)
@@ -315,7 +319,7 @@ class Evaluator:
         if Sharp.QUICK < sharp < Sharp.LONG and not 0.0 < asked <= seconds:
             self._timed[key] = bound
         self.work["pipeline timed"] += 1
-        self.work["number of divided programs"] += bound.work - numbers
+        self._programs(bound.work - before)
         return max(known, seconds * slack)
 
     def _divisible(
@@ -395,7 +399,7 @@ class Evaluator:
                 overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
-            self.work["number of divided programs"] += cuts.numbers
+            self._programs(cuts.work)
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
             return cuts
         except stages.StageError as error:

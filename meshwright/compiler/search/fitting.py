@@ -159,7 +159,13 @@ def fitted(
             part = (predicted.capacity_bytes - least[1]) / (predicted.bytes_per_rank - least[1])
             asked = least[0] + part * (counted.limit_bytes - least[0])
         try:
-            counted = within(asked)
+            try:
+                counted = within(asked)
+            except (DoesNotFitError, OutOfMemoryError):
+                if best is not None or predicted.fits or short == 1.0:
+                    raise
+                asked /= short  # a plan that would miss by less than that may be all there is
+                counted = within(asked)
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
             if best is None:
                 raise

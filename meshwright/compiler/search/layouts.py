@@ -9,7 +9,8 @@ every axis may do anything. Such a candidate has no pipeline. How its parameters
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.search.candidates import Candidate, Layout, near_ranks
@@ -164,3 +165,13 @@ def microbatch_counts(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
         return [pins.microbatches]
     counts = sorted(each * 2**n for n in range(batch.bit_length()) for each in (1, 3))
     return [1, *(count for count in counts if count > 1 and batch % (data * count) == 0)]
+
+
+def walk(counts: Sequence[int], near: int, crowded: Callable[[int], bool]) -> None:
+    """Look at ascending micro-batch counts, at the largest that is no more than ``near`` first; then at smaller ones while none
+    is ``crowded``, or at larger ones until one is not."""
+    at = max(0, bisect_right(counts, near) - 1)
+    first = crowded(counts[at])
+    for count in counts[at + 1:] if first else counts[:at][::-1]:
+        if crowded(count) != first:
+            break

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.blockwise import TIE, LayoutMemory, one_device, solve_layout
+from meshwright.compiler.search.blockwise import TIE, LayoutMemory, OneDevices, solve_layout
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import Layout, degrees_of, layout_of, trained_numels, under_pins
 from meshwright.compiler.search.certificate import certificate
@@ -102,9 +102,9 @@ def best_plan(
         pass
     else:
         alone = refused.bound_seconds if isinstance(refused, NoBetterError) else math.inf
-        return _bounded(other, alone if plan is None else proof_of(plan).bound_seconds, task.gap)
+        return bounded(other, alone if plan is None else proof_of(plan).bound_seconds, task.gap)
     if plan is not None:
-        return _bounded(plan, bound, task.gap)
+        return bounded(plan, bound, task.gap)
     assert refused is not None
     if isinstance(refused, NoBetterError):
         raise NoBetterError(min(refused.bound_seconds, bound), refused.limited)
@@ -123,7 +123,7 @@ def _with_stages(task: Task) -> Task | None:
     return task.under(replace(pins, among={**pins.among, "pp": degrees}))
 
 
-def _bounded(plan: Plan, bound: float, gap: float) -> Plan:
+def bounded(plan: Plan, bound: float, gap: float) -> Plan:
     """A plan of which another search says that nothing else takes less than ``bound`` seconds."""
     proof = replace(proof_of(plan), bound_seconds=min(bound, proof_of(plan).bound_seconds))
     return replace(plan, certificate=replace(proof, status="gap") if proof.status == "optimal" and proof.gap > gap else proof)
@@ -141,12 +141,22 @@ def _best_plan(
     """``best_plan`` of what the task's graph can be cut into."""
     _check_combination(task.pins, task.cluster.world)
     total, experts = trained_numels(task.graph, task.rules, task.structure.stacked.products)
-    limit *= min(_LONGER, max(1.0, math.sqrt((total - experts) / _LARGE)))
+    longer = min(_LONGER, max(1.0, math.sqrt((total - experts) / _LARGE)))
+    limit *= longer
     refined = Refined(task, fits, timing, LayoutMemory(limit=_LAYOUTS * limit))
     sweep = Sweep(
-        task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
+        task, refined.solve, OneDevices(task, fits), spent=lambda: refined.known.spent, limit=limit,
         progress=progress, to_beat=to_beat,
     )
+    try:
+        return _swept(sweep, refined, fits, timing)
+    finally:
+        timing.searched += sweep.effort / longer
+
+
+def _swept(sweep: Sweep, refined: Refined, fits: Fits, timing: Timing) -> Plan:
+    """The best that a sweep finds."""
+    task, to_beat = sweep.task, sweep.to_beat
     alone = not (task.pins.needs_stages(task.cluster.world) or task.pins.partly)
     swept = not _one_layout(task, task.pins)
     if swept:

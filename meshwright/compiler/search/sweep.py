@@ -35,7 +35,7 @@ from meshwright.compiler.search.candidates import Candidate, Layout, are_near, c
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted, Result
-from meshwright.compiler.search.layouts import free_candidates, is_topological
+from meshwright.compiler.search.layouts import free_candidates, is_topological, walk
 from meshwright.compiler.search.task import Progress, Task
 from meshwright.compiler.solver.effort import WORK
 from meshwright.ir.mesh import Mesh
@@ -115,7 +115,6 @@ class Sweep:
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
         self._refused: PinError | PlanError | None = None
-        self._single: dict[int, OneDevice] = {}
         self._crowded: list[tuple[float, Candidate]] = []
 
     # what a certificate tells
@@ -179,25 +178,35 @@ class Sweep:
         first = [node for node in nodes if node.candidate.layout and is_topological(node.candidate.layout, cluster)]
         self._left += self._sweep(first, _INF)
         for node in (one for one in nodes if one not in first):
-            if not (self.limited or self._one_device(node.candidate.microbatches).binds) or self._spent() < _SHAPES:
+            if not (self.limited or self._one(node.candidate.microbatches).binds) or self._spent() < _SHAPES:
                 self._left += self._sweep([node], _INF)
             else:
                 self.bounds.counts.considered -= 1
                 self._shapes.append(node)
 
     def shapes(self) -> None:
-        """Solve those that ``free`` left, as long as much of the limit is left, or some and a gap: near the limit of memory one
-        may hold what others do not (a StableLM of 8 x 2,048 tokens on 2 x 8 V100: 134 ms a step without, 83 with them)."""
+        """Solve those that ``free`` left, as long as much of the limit is left, or some and a gap: where memory is short
+        one may hold what others do not (a StableLM of 8 x 2,048 tokens on 2 x 8 V100: 134 ms a step without, 83 with them)."""
         told, closed, self._told, made = self._told, self._closed, False, len(self.results)
         while self._shapes:
             gap = self.bound < self._incumbent * (1 - WIDEST)
             if self.effort > (_PROVEN if gap else _ALONE) * self.limit:
                 break
-            self.bounds.counts.considered += 1
-            self._sweep([self._shapes.pop(0)], _INF)
+            self._shape(self._shapes.pop(0))
             self._closed = closed  # the certificate says that it is not of these, but of what is proven of the plan's own
         self._closed = min([closed, *(one.fitted.bound_seconds for one in self.results[made:][-1:])])
         self._told = told
+
+    def _shape(self, node: Branch) -> None:
+        """Solve it with as many micro-batches as the best without a pipeline, and with others from there (``walk``)."""
+        alone = [(one.seconds, one.candidate.microbatches) for one in self.results if one.candidate.pp == 1]
+
+        def crowded(count: int) -> bool:
+            found = len(self._crowded) + len(self._refused_free)
+            self._sweep(self.bounds.later(replace(node, later=(count,)), node.fewer), _INF)
+            return len(self._crowded) + len(self._refused_free) > found
+
+        walk((node.candidate.microbatches, *node.later), min(alone, default=(0.0, 0))[1], crowded)
 
     def begin(self) -> None:
         """Of the candidates of data and tensor ranks solve those without stages and the first dive, for good plans early."""
@@ -223,7 +232,7 @@ class Sweep:
     def _roomy(self, nodes: list[Branch]) -> list[Branch]:
         """The candidates less those whose micro-batches are too large for the devices, whatever their layout."""
         fewest = min((node.candidate.microbatches for node in nodes), default=1)
-        one, room, world = self._one_device(fewest), self.task.cluster.capacity_bytes, self.task.cluster.world
+        one, room, world = self._one(fewest), self.task.cluster.capacity_bytes, self.task.cluster.world
         found = list[Branch]()
         for node in nodes:
             pp, count = node.candidate.pp, node.candidate.microbatches
@@ -437,8 +446,7 @@ class Sweep:
         heapq.heapify(heap)
         heapq.heapify(ready)
         while heap or ready:
-            node = min(heap[:1] + ready[:1])
-            if self._hopeless(node):
+            if self._hopeless(node := min(heap[:1] + ready[:1])):
                 break
             if deadline < _INF and (early or self._incumbent < _INF) and self.effort > deadline:
                 self.late |= not early
@@ -551,7 +559,7 @@ class Sweep:
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
         told: list[SeenCandidate] = [] if self._told else self.seen  # their meshes were told before, with blocks alike,
         self.bounds.counts.considered -= self._told  # and counted
-        one = self._one_device(candidate.microbatches)
+        one = self._one(candidate.microbatches)
         if one.crowded:
             told.append(replace(seen, outcome="does not fit"))
             self._crowded.append((one.least_bytes, candidate))
@@ -582,14 +590,6 @@ class Sweep:
         self.limited |= made.limited
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
         return self._more(node, made.seconds, made.limited)
-
-    def _one_device(self, microbatches: int) -> OneDevice:
-        """Of so many micro-batches what some device holds at least; told from what fewer have, where that is clear."""
-        if microbatches not in self._single:
-            larger = max((count for count in self._single if count < microbatches), default=microbatches)
-            told = larger < microbatches and self._single[larger].of_fewer(larger / microbatches, self.task.cluster)
-            self._single[microbatches] = told or self._one(microbatches)
-        return self._single[microbatches]
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from

@@ -127,9 +127,11 @@ def _kinds(pins: Pins, graph: Graph) -> tuple[str, ...]:
 
 @dataclass
 class Timing:
-    """Seconds of each phase of planning."""
+    """Seconds of each phase of planning. ``searched``: nominal seconds that its searches took, in parts of a longer limit where
+    one was (a larger model: ``search``)."""
 
     phases: dict[str, float] = field(default_factory=dict)
+    searched: float = 0.0
     _last: float = field(default_factory=time.perf_counter)
 
     def mark(self, phase: str) -> None:

@@ -21,6 +21,8 @@ from ortools.linear_solver import pywraplp
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from meshwright.compiler.solver.effort import GLOP, HIGHS, SCIP
+
 ITERATIONS = 20_000
 """Limit of one program."""
 SAFE = 1 + 5e-6
@@ -76,12 +78,12 @@ class UnsolvedError(Exception):
 
 class LinearProgram:
     """Rows over variables that are no less than 0; there is one variable to begin with, number 0. ``steps``: iterations that
-    ``whole`` took."""
+    ``whole`` took; ``work``: nominal seconds of all that was solved (``effort``)."""
 
     def __init__(self) -> None:
         self.count = 1
         self.integers: list[int] = []
-        self.steps = 0
+        self.steps, self.work = 0, 0.0
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.parts: list[_Part] = []
@@ -125,7 +127,8 @@ class LinearProgram:
         done = self._growing.count
         for row in zip(self.parts[done:], self.lower[done:], self.upper[done:], strict=True):
             self._growing.add(*row)
-        found = self._growing.solved()
+        found, took = self._growing.solved()
+        self.work += took
         return self._alone(objective) if found is None else found
 
     def _alone(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
@@ -165,7 +168,10 @@ class LinearProgram:
             result = mathopt.solve(model, kind, params=params, model_params=_read(values))
         except _FAILURES as error:
             raise UnsolvedError from error
-        self.steps += result.solve_stats.simplex_iterations if cases else 0
+        iterations = result.solve_stats.simplex_iterations
+        self.steps += iterations if cases else 0
+        takes, numbers = SCIP if cases else HIGHS, sum(len(columns) for columns, _ in self.parts)
+        self.work += takes.seconds(numbers, 0, len(self.parts), iterations)
         if result.termination.reason in _NONE:
             raise NoSolutionError
         return result
@@ -198,17 +204,21 @@ class _Growing:
     def __init__(self, objective: Mapping[int, float], variables: int) -> None:
         self.count, self._variables, self._objective = 0, variables, dict(objective)
         self._rows: list[tuple[_Part, float, float]] = []
+        self._numbers = 0
         self._solver: pywraplp.Solver | None = None
         self._columns: list[pywraplp.Variable] = []
 
     def add(self, part: _Part, lower: float, upper: float) -> None:
         """One more row."""
         self._rows.append((part, lower, upper))
+        self._numbers += len(part[0])
         self.count += 1
 
-    def solved(self) -> tuple[float, np.ndarray] | None:
-        """The optimum, and values of all variables; None if it was not found: asked again, it begins anew."""
+    def solved(self) -> tuple[tuple[float, np.ndarray] | None, float]:
+        """The optimum, and values of all variables, None if it was not found: asked again, it begins anew; and nominal seconds
+        that it took."""
         solver = self._solver or self._begun()
+        new = sum(len(columns) for (columns, _), *_ in self._rows[solver.NumConstraints() :])
         for (columns, weights), lower, upper in self._rows[solver.NumConstraints() :]:
             row = solver.RowConstraint(lower, upper, "")
             for column, weight in zip(columns.tolist(), weights.tolist(), strict=True):
@@ -216,10 +226,11 @@ class _Growing:
         limit = min(ITERATIONS, _STUCK * self.count + 100)
         solver.SetSolverSpecificParametersAsString(f"max_number_of_iterations: {limit} use_preprocessing: false")
         ended = solver.Solve(_GOES_ON)
+        took = GLOP.seconds(self._numbers, new, self.count, solver.iterations())
         self._solver = solver if ended == pywraplp.Solver.OPTIMAL else None
         if self._solver is None:
-            return None
-        return solver.Objective().Value(), np.array([column.solution_value() for column in self._columns])
+            return None, took
+        return (solver.Objective().Value(), np.array([column.solution_value() for column in self._columns])), took
 
     def _begun(self) -> pywraplp.Solver:
         """A solver without rows."""
