@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright import piecewise
+from meshwright.compiler.search import search
+from meshwright.compiler.search.errors import NoBetterError
+from meshwright.compiler.search.task import Timing
 from meshwright.compiler.structure.pieces import in_pieces, rows_of
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import PIECES
@@ -290,6 +294,38 @@ def test_a_pipeline_in_pieces_is_compared_with_all_logits_of_its_own_degrees(mon
     assert found.predicted.step_seconds <= min(apart) * (1 + 1.5 * again)
     assert found.certificate.bound_seconds <= min(apart)
     assert found.certificate.objective_seconds == found.predicted.step_seconds
+
+
+@pytest.mark.parametrize(("searched", "left"), [(0.0, 8.0), (15.0, 5.0), (19.5, 2.0), (40.0, 2.0)])
+def test_what_is_searched_again_has_what_the_searches_before_left(
+    monkeypatch: pytest.MonkeyPatch, searched: float, left: float
+) -> None:
+    """So that a plan whose loss may be in pieces takes little longer than others."""
+    limits = list[float]()
+    monkeypatch.setattr(piecewise, "best_plan", lambda task, fits, limit, **more: limits.append(limit))
+    timing = Timing(searched=searched)
+    piecewise._again(cast("Any", None), cast("Any", None), to_beat=1.0, timing=timing)
+    assert limits == [left]
+
+
+@pytest.mark.parametrize(("part", "gap", "wide"), [
+    (0.005, 0.001, False), (0.05, 0.001, True), (0.05, 0.03, False), (0.2, 0.03, True),
+])
+def test_all_that_may_be_faster_is_looked_at_where_pieces_leave_much_open(part: float, gap: float, wide: bool) -> None:
+    """At once, without a look at the same degrees first; what is proven is no more than of the plan in pieces. Where much is
+    open already only what is dear is."""
+    model, example = make("llama")
+    pieces = mw.plan(model, Cluster.parse("h100:1x2"), example)
+    proof = replace(search.proof_of(pieces), bound_seconds=search.proof_of(pieces).objective_seconds * (1 - gap))
+    pieces, asked = replace(pieces, certificate=proof), list[Any]()
+
+    def made(search: Any) -> Any:
+        asked.append(search.func)
+        raise NoBetterError(0.9 * proof.bound_seconds, limited=False)
+
+    found = search.proof_of(piecewise._spared(pieces, part, 1e-4, made))
+    assert asked == [piecewise._again if wide else piecewise._alike]
+    assert found.bound_seconds == pytest.approx(max(1 - part, 0.9 if wide else 0.0) * proof.bound_seconds)
 
 
 def test_the_loss_is_in_pieces_where_memory_asks_for_micro_batches() -> None:

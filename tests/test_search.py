@@ -21,7 +21,7 @@ from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search import blockwise, search
 from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
-from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of, floor
+from meshwright.compiler.search.candidates import Candidate, Glances, Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
 from meshwright.compiler.search.layouts import layouts
@@ -714,6 +714,30 @@ def test_what_was_not_proven_not_to_fit_has_a_bound(monkeypatch: pytest.MonkeyPa
     proven = False
     raised(OutOfMemoryError, math.inf)
     assert raised(NoBetterError, 2 * whole.seconds).bound_seconds >= whole.bound_seconds * 0.999
+
+
+def test_of_what_looks_no_nearer_one_of_three_is_glanced_at_all_the_same() -> None:
+    """Those before may have been short of memory. What was seen of other numbers of stages says nothing."""
+    glances, one = Glances(), Candidate(8, 2, "interleaved1f1b", 4, 1, 16, 1)
+    assert glances.may_beat(one, 1.0, 2.0)
+    glances.saw(one, 1.0, 2.0)
+    assert [glances.may_beat(one, 0.9, 1.5) for _ in range(6)] == [False, False, True] * 2
+    assert glances.may_beat(one, 0.7, 1.5)
+    assert glances.may_beat(replace(one, virtual_stages=4), 0.9, 1.5)
+
+
+def test_the_work_of_searches_is_added_up() -> None:
+    """Whether a plan is found or not."""
+    graph, timing = llama((16, 512), 4, 256, 8), Timing()
+    cluster = Cluster.parse("h100:1x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
+    fits = Footprints(task.rules, task.state_bytes, cluster.device).fits
+    found = best_plan(task, fits, 20.0, timing=timing)
+    once = timing.searched
+    assert 0.0 < once < 20.0
+    with pytest.raises(NoBetterError):
+        best_plan(task, fits, 20.0, timing=timing, to_beat=prediction_of(found).step_seconds / 2)
+    assert once < timing.searched < 2 * once
 
 
 def test_layouts_share_a_limit() -> None:

@@ -1203,6 +1203,25 @@ def test_a_program_that_goes_round_in_circles_is_begun_again(monkeypatch: pytest
     assert (kept, begun) == (False, True)
 
 
+def test_what_programs_take_is_counted_by_their_iterations() -> None:
+    """The same each time; more where more is solved, and by every solver."""
+    def taken(width: int) -> list[float]:
+        program, work = LinearProgram(), [0.0]
+        columns = program.variables(width, width)
+        for one in (*columns, *columns.T):
+            program.add([(one, 1.0)], 1.0, 1.0)
+        program.add([(np.zeros(1, dtype=np.int64), 1.0), (columns, -np.random.default_rng(0).random((width, width)))], 0.0)
+        program.make_whole([(columns[0], np.arange(1.0, width + 1))])
+        for solve in (program.minimum, program.solution, lambda objective: program.whole(objective, 50)):
+            solve({0: 1.0})
+            work.append(program.work)
+        return np.diff(work).tolist()
+
+    small, large = taken(8), taken(24)
+    assert small == taken(8)
+    assert all(0.0 < one < other < 2.0 for one, other in zip(small, large, strict=True))
+
+
 def test_what_rounding_left_is_in_no_program() -> None:
     """A weight that is nothing beside the others of its row: GLOP finds no solution of programs that have some."""
     program = LinearProgram()

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from sympy import divisors
@@ -121,6 +122,14 @@ class Candidate:
     def split(self) -> bool:
         """Whether the backward is split into the gradients of inputs and of weights."""
         return self.pp > 1 and schedule_of(self.schedule).split
+
+    @property
+    def simplicity(self) -> tuple[bool, int, int]:
+        """Orders candidates by how fast they are bounded and solved: schedules of one stage a rank that hold few micro-batches
+        first, a sequence split over one axis."""
+        schedule = schedule_of(self.schedule)
+        first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
+        return not first, self.virtual_stages, self.heads
 
     def __str__(self) -> str:
         batches = count_text(self.microbatches, "micro-batch")
@@ -431,17 +440,37 @@ def _fastest(operator: Operator, flops: float, passes: float, dtype: torch.dtype
     return flops * passes / (peak * device.matmul_efficiency)
 
 
-def simplicity(candidate: Candidate) -> tuple[bool, int, int]:
-    """Orders candidates by how fast they are bounded and solved: schedules of one stage a rank that hold few micro-batches
-    first, a sequence split over one axis."""
-    schedule = schedule_of(candidate.schedule)
-    first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
-    return not first, candidate.virtual_stages, candidate.heads
-
-
 def pipeline_of(candidate: Candidate) -> tuple[int, ...]:
     """What is the same of pipelines that differ in their schedule and stages a rank."""
     return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.experts, candidate.microbatches
+
+
+_ALL_THE_SAME = 3
+"""Of so many that are taken to come no nearer one is glanced at (chosen)."""
+
+
+@dataclass
+class Glances:
+    """How near to its bound a step came whose cut was not looked for, of as many stages on as many ranks under one schedule.
+    ``NEARER``: one is taken to come no nearer than by this part of what others did; near the best pipeline a cut that is looked
+    for is taken to be faster by so much (chosen)."""
+
+    NEARER: ClassVar[float] = 0.95
+    above: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    passed: dict[tuple[int, str, int], int] = field(default_factory=dict)
+
+    def may_beat(self, one: Candidate, bound: float, seconds: float) -> bool:
+        """Whether one may take less, or is to be looked at all the same: those before it may have been short of memory."""
+        alike = one.pp, one.schedule, one.virtual_stages
+        if bound * self.above.get(alike, 0.0) < seconds:
+            return True
+        self.passed[alike] = self.passed.get(alike, 0) + 1
+        return self.passed[alike] % _ALL_THE_SAME == 0
+
+    def saw(self, one: Candidate, bound: float, seconds: float) -> None:
+        """One was glanced at."""
+        alike = one.pp, one.schedule, one.virtual_stages
+        self.above[alike] = min(self.above.get(alike, math.inf), self.NEARER * seconds / bound)
 
 
 def are_near(one: Candidate, best: Candidate) -> bool:

@@ -31,7 +31,7 @@ from meshwright.compiler.pipeline.timed_bound import Sharp
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import TIE, WIDEST, OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
-from meshwright.compiler.search.candidates import Candidate, Layout, are_near, candidates, degrees_of, pipeline_of, simplicity
+from meshwright.compiler.search.candidates import Candidate, Glances, Layout, are_near, candidates, degrees_of, pipeline_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted, Result
@@ -49,9 +49,6 @@ _NEAR = 4
 _WORTH, _MORE = 0.03, 0.1
 """The second dive solves what may be better than the incumbent by such a part, with as many micro-batches, with others
 (chosen)."""
-_NEARER = 0.95
-"""What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many stages on as many
-ranks under the same schedule; near the best pipeline a cut that is looked for is taken to be faster by so much (chosen)."""
 UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
@@ -102,7 +99,7 @@ class Sweep:
         self.unlike = False
         self.near = UNLIKE
         self._told = self._swept = False
-        self._above: dict[tuple[int, str, int], float] = {}
+        self._glances = Glances()
         self._free, self._one, self._spent = free, one, spent
         self._closed = _INF
         self._cut: list[Branch] = []
@@ -366,9 +363,9 @@ class Sweep:
     def _first_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
-        simple = min((simplicity(node.candidate) for node in piped), default=None)
-        left = [node for node in nodes if node.candidate.pp == 1 or simplicity(node.candidate) != simple]
-        split = [self.bounds.split(node, 1) for node in piped if simplicity(node.candidate) == simple]
+        simple = min((node.candidate.simplicity for node in piped), default=None)
+        left = [node for node in nodes if node.candidate.pp == 1 or node.candidate.simplicity != simple]
+        split = [self.bounds.split(node, 1) for node in piped if node.candidate.simplicity == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
         layouts: dict[tuple[int, ...], list[Branch]] = {}
@@ -481,22 +478,21 @@ class Sweep:
         most = 2 * near.virtual_stages if near else math.inf
         single = [self.bounds.part(first, [v]) for v in first.virtual if v.bit_count() == 1 and v <= most]
         for seconds, virtual, one in sorted((self._at_a_glance(one, near is not None), one.virtual[0], one) for one in single):
-            if seconds * (_NEARER if near else 1.0) < self._incumbent:
+            if seconds * (Glances.NEARER if near else 1.0) < self._incumbent:
                 others += self._solve(replace(one, level=Level.TIMED))
                 left.remove(virtual)
         return [*others, *([self.bounds.part(first, sorted(left))] if left else [])]
 
     def _at_a_glance(self, node: Branch, always: bool) -> float:
         """Seconds of a step, its cut not looked for; if not ``always``, inf where it is no nearer its bound than all alike."""
-        alike = node.candidate.pp, node.candidate.schedule, node.candidate.virtual_stages
-        if not always and node.bound * self._above.get(alike, 0.0) >= self._incumbent:
+        if not always and not self._glances.may_beat(node.candidate, node.bound, self._incumbent):
             return _INF
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
         try:
             seconds = self.bounds.evaluator.glance(node.candidate, degrees, node.zero, placement)
         except ScheduleError:
             return _INF
-        self._above[alike] = min(self._above.get(alike, _INF), _NEARER * seconds / node.bound)
+        self._glances.saw(node.candidate, node.bound, seconds)
         return seconds
 
     def _report(self, node: Branch, done: float) -> None:

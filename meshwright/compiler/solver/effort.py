@@ -20,7 +20,7 @@ WORK: Mapping[str, float] = {
     "row of a variant": 1.1e-4, "alone": 0.003, "packing": 0.0024, "unit of ranks alone": 8.5e-6,
     "rank of divided units": 6e-4, "stage to cut": 0.0011, "stage cut": 6e-7,
     "action simulated": 4e-8, "stage that does not fit": 0.0043, "pipeline timed": 0.0075,
-    "nanosecond of programs": 1.15e-9, "stage glanced at": 7e-4, "operator of a plan": 1.7e-4,
+    "nanosecond of programs": 1.15e-9, "stage glanced at": 5.5e-4, "operator of a plan": 1.7e-4,
 }
 """Seconds of each kind of work of a search beside its solves, as ``Evaluator.work`` counts it: measured, on one core. They only
 decide where a search ends, and enter neither a price nor a bound."""
