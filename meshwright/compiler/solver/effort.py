@@ -17,7 +17,7 @@ VISITED = 60
 
 WORK: Mapping[str, float] = {
     "placement": 0.028, "choice of a placement": 9.5e-5, "microsecond of a solver": 7.5e-7, "experts shared out": 0.0043,
-    "row of a variant": 1.1e-4, "alone": 0.003, "packing": 0.0024, "unit of ranks alone": 8.5e-6,
+    "row of a variant": 1.35e-4, "alone": 0.003, "packing": 0.0024, "unit of ranks alone": 8.5e-6,
     "rank of divided units": 6e-4, "stage to cut": 0.0011, "stage cut": 6e-7,
     "action simulated": 4e-8, "stage that does not fit": 0.0043, "pipeline timed": 0.0075,
     "nanosecond of programs": 1.15e-9, "stage glanced at": 5.5e-4, "operator of a plan": 1.7e-4,

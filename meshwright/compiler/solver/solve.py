@@ -100,9 +100,10 @@ def solve(
     try:
         best, bound = _shared(root.run())
     except Infeasible as error:
-        if root.memory_bound > hopeless:
+        found = _last_resort(root, error, gap) if root.memory_bound <= hopeless else None
+        if found is None:
             raise
-        return _last_resort(root, error, gap)
+        return found
     finally:
         hint.at, hint.bound, hint.least = root.best or hint.at, root.bound, root.memory_bound
     assert best.incumbent is not None
@@ -111,11 +112,9 @@ def solve(
     return solution if status == "optimal" or solution.time > cutoff else _polish(root, solution)
 
 
-def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
-    """Where the certificate leaves room under the capacity, ask the flow program of a small chain; else raise.
-
-    The error gets a solution whose positions agree on the shared variables, where the relaxed one's do not.
-    """
+def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution | None:
+    """Where the certificate leaves room under the capacity, ask the flow program of a small chain; None if it finds nothing.
+    Raises Infeasible with a solution whose positions agree on the shared variables, where the relaxed one's do not."""
     if error.bound < np.inf and error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
         with suppress(Infeasible):  # nothing found is no proof: the certificate below stays as it is
             found = flow_mip(root.chain, nodes=_nodes(root.chain), precision=gap / 2)
@@ -129,7 +128,7 @@ def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
             return leaf.solution(leaf.incumbent, leaf.bound, "gap")
         if np.isfinite(leaf.least):  # else what most positions have is forbidden together
             raise infeasible(root.chain, error.bound, leaf.least, leaf.solution)
-    raise error
+    return None
 
 
 def _majority(seen: Counter[int]) -> int:
@@ -137,7 +136,8 @@ def _majority(seen: Counter[int]) -> int:
 
 
 def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Infeasible:
-    """The chain with all shared variables fixed; columns of the root that agree are taken over."""
+    """The chain with all shared variables fixed; columns of the root that agree are taken over. An error is given back without
+    the frames it came through: one of them would hold it and all that was solved."""
     start = root.best if root.loose is not None else None
     leaf = Search(
         root.chain, root.pricer, root.gap, root.progress, dict(fixed), root.scale, cutoff, start=start, widest=root.widest
@@ -149,7 +149,7 @@ def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Inf
     try:
         return leaf.run()
     except Infeasible as error:
-        return error
+        return error.with_traceback(None)
 
 
 def _shared(root: Search) -> tuple[Search, float]:
