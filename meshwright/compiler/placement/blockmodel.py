@@ -111,6 +111,7 @@ class Builder:
         self.params = {param.value for param in self.graph.params}
         self.later = scope.structure.kept_later
         self._charged: set[str] = set()
+        self._gathered = 0.0  # bytes of what a block gathers, at least
         self._told_apart = bool(scope.fixed != NOTHING_FIXED or scope.pins.tensors or self.costs.modules is not None)
         self._operators: dict[object, tuple[list[dict[str, str]], list[Placed]]] = {}
         self._priced: dict[object, Array] = {}
@@ -126,6 +127,8 @@ class Builder:
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
             self._root_variant(model, position)
+        else:
+            self._gathered = float(_weights(self, model, np.min).max(initial=0.0))
         self._check_choices(position, model)
         return pruned(model)
 
@@ -367,9 +370,11 @@ class Builder:
             needs = [read_apart(state, self.scope.roles) for state in options]
             columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(at, var, only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
-        if unit.last and self.schedule.microbatches == 1 and not self.graph.blocks:  # what a forward's last gather received
-            received = float(_weights(self, model, np.min).max(initial=0.0))
-            model.unary[var][:, MOMENTS[-1]] += [received * (one.zero > 0) for one in self.root_variants]
+        if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
+            alone = not self.graph.blocks  # of a block that ZeRO-3 gathers it is among what one block has (``Costs``)
+            received = float(_weights(self, model, np.min).max(initial=0.0)) if alone else self._gathered
+            model.unary[var][:, MOMENTS[-1]] += [received * (variant.zero in (1, 2) or (alone and variant.zero > 2))
+                                                 for variant in self.root_variants]
 
     def parameter(
         self, model: Model, var: int, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours

@@ -498,13 +498,12 @@ class Costs:
         lasting = reduces and unit.lasting and not once
         reducing = master * reduces * unit.beyond * (not lasting)
         ended = master * (1 + (self.mesh.world > 1)) if not taken else own * (1 + copied) + max(reducing, begun)
-        received = cast * (variant.zero > 0 and parts > 1 and (gathered or once))  # by the last block, to the forward's end
-        if gathered or (taken and once):
-            vector[PARAMETERS] += received / unit.blocks
-        if taken and once and not gathered:
+        if gathered:
+            vector[PARAMETERS] += cast / unit.blocks
+        elif taken and once:
             vector[PARAMETERS] -= cast
             vector[SAVED] = cast
-            there, ended = [one + cast - received for one in there], ended - received
+            there = [one + cast for one in there]
         if lasting:
             vector[GRADIENTS] += master / unit.blocks
         if once:
