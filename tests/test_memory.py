@@ -405,3 +405,22 @@ def test_saved_bytes_of_models_are_what_autograd_holds(kind):
     want = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     graph = capture(model, (), call)
     assert want <= activation_bytes(graph) <= 1.01 * want
+
+
+@pytest.mark.parametrize(("shape", "dim", "linears", "wholes"), [
+    ((2, 8, 16), 0, 1, 2.0), ((1, 8, 16), 1, 1, 2.0), ((2, 8, 16), 1, 1, 3.0), ((2, 8, 16), 2, 1, 3.0),
+    ((2, 8, 16), 1, 2, 5.0), ((2, 8, 16), 1, 3, 6.0), ((2, 8, 16), 0, 2, 4.0),
+])
+def test_linears_that_gather_again_have_the_whole_as_often_as_torch(
+    shape: tuple[int, ...], dim: int, linears: int, wholes: float
+) -> None:
+    """In their backward, beside the gradients that they make: received, in order if pieces do not lie one after the other, a
+    gradient of it from each, and their sum. So torch's memory tracker has it (v2.11, two ranks)."""
+    whole = (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :])
+    operands = (shape, *[(4, whole[-1])] * linears)
+    results = tuple((*whole[:-1], 4) for _ in range(linears))
+    args = (Ref("x"), (Ref("w"),) * linears, (None,) * linears, dim)
+    work = Work(operands, results, args=args, kwargs=(("size", whole[dim]),))
+    space = builtin_rules().operators["mw.gather_linear"].cost.space
+    assert space is not None
+    assert space(work)[1] == wholes * 4 * torch.Size(whole).numel()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -271,7 +272,9 @@ class Builder:
                 model.asked[name] = frozenset(options)
             copy = model.add(np.zeros((len(options), RESOURCES)))
             model.copies[name] = (copy, options)
-            self._edge(model, name, source, have, copy, options, saving=True)
+            ops = dict.fromkeys(position.ops(self.graph)[i] for i, _ in readers)
+            linears = len(ops), sum(map(self.tables.whole, [made for op in list(ops)[1:] for made in op.outputs]))
+            self._edge(model, name, source, have, copy, options, saving=True, linears=linears)
             source, have, saving = copy, options, False
         for i, states in needs:
             self._edge(model, name, source, have, i, states, saving=saving)
@@ -280,11 +283,11 @@ class Builder:
 
     def _edge(
         self, model: Model, name: str, i: int, have: Sequence[Sharding], j: int, want: Sequence[Sharding], saving: bool,
-        takes: bool = False,
+        takes: bool = False, linears: tuple[int, float] = (1, 0.0),
     ) -> None:
-        """``takes``: readers can only take pieces of what is there."""
+        """``takes``: readers can only take pieces of what is there; ``linears``: those behind a copy (``tables.reshard``)."""
         (sources, rows), (targets, cols) = _numbered(have), _numbered(want)
-        table = self.tables.reshard(name, sources, targets, saving)
+        table = self.tables.reshard(name, sources, targets, saving, linears)
         if takes:
             inside = np.array([[is_piece(target, source) for target in targets] for source in sources])
             table = np.where(inside[:, :, None], table, np.inf)
@@ -357,7 +360,7 @@ class Builder:
             return
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append((ROOT, var))
-        unit = Neighbours(root=True, last=self._last(position))
+        unit = Neighbours(root=True, last=self._last(position), beyond=self._beyond if self.lasting else 1.0)
         for i, name, needs in model.parameter_uses:
             columns = [self.parameter(model, i, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
@@ -395,15 +398,7 @@ class Builder:
         lying = _Lying(model, ops, self.tables)
         held = [_Held(self, lying, at, one) for at, one in enumerate(alive)
                 if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
-        again = [self.tables.again([e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at])
-                 for one in held]
-        found = dict[int, _Held]()
-        for of, part in ((0, 0.0), (-1, 1.0)) if held else ():  # some choices gather far more again than is there else
-            there = kept.bytes(of) + _weights(self, model, np.max if of else np.min)
-            bytes_ = [one.bytes(of) + float(there[one.at]) + part * more for one, more in zip(held, again, strict=True)]
-            found |= {(worst := held[bytes_.index(max(bytes_))]).at: worst}
-        if len(found) == 1 and max(again):
-            found |= {(worst := held[again.index(max(again))]).at: worst}
+        found = self._worst(model, held, kept)
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
             kept.put(moment, at)
@@ -423,9 +418,38 @@ class Builder:
                 var, states = model.states[name]
                 model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
 
+    def _worst(self, model: Model, held: Sequence[_Held], kept: _Kept) -> dict[int, _Held]:
+        """Those that may be the worst: if all is split, if nothing is, and, if all is, of those where linears gather again."""
+        copies = {var for var, _ in model.copies.values()}  # from which each reader may gather by itself
+        tables = [(e.table, until) for e, until in zip(model.edges, kept.until, strict=True) if e.i not in copies]
+        gathers = [[table for table, until in tables if until == one.at] for one in held]
+        least, most = ([self.tables.again(found, fewest) for found in gathers] for fewest in (True, False))
+        there = [kept.bytes(of) + _weights(self, model, np.max if of else np.min) for of in (0, -1)]
+        bytes_ = [[one.bytes(of) + float(there[of][one.at]) for one in held] for of in (0, -1)]
+        together = [[a + b for a, b in zip(*both, strict=True)] for both in ((bytes_[0], least), (bytes_[1], most))]
+        order = [each.index(max(each)) for each in (bytes_[0], together[1]) if held]
+        order += sorted((at for at, more in enumerate(least) if more), key=lambda at: -together[0][at])
+        return {held[at].at: held[at] for at in [*dict.fromkeys(order)][: len(MOMENTS) - 1]}
+
     def _last(self, position: Position) -> bool:
         """Whether it is the root's behind all blocks, whose backward is the first."""
         return self.moments and position.block < 0 and position.stop == len(self.graph.ops)
+
+    @cached_property
+    def lasting(self) -> bool:
+        """Whether what a block reduces is taken to be there until the next micro-batch's first does: unless the root, however
+        it is kept, reduces last in each."""
+        each = self.scope.structure.trains_root and all(one.zero >= 2 and one.data_axes for one in self.root_variants)
+        return self.moments and self.schedule.microbatches > 1 and not each
+
+    @cached_property
+    def _beyond(self) -> float:
+        """What part of what the root reduces is more than what a block does, if both are split alike."""
+        blocks = self.graph.blocks
+        inside = {name for block in blocks for op in self.graph.ops[block.start : block.stop] for name in op.inputs} - self.tied
+        trained = {name: self.graph.values[name].numel for name, yes in self.tables.trainable.items() if yes}
+        own, rest = (sum(numel for name, numel in trained.items() if (name in inside) == within) for within in (True, False))
+        return max(0.0, 1.0 - own / len(blocks) / rest) if blocks and rest else 1.0
 
     def _late(self, model: Model) -> float:
         """Elements of the small parameters of a position that no choice splits, but that some choice reads differently."""
@@ -475,8 +499,7 @@ class _Kept:
             unary[:, moment] += unary[:, SAVED] if until <= at else 0.0
 
     def goes_first(self, tables: ResourceTables) -> None:
-        """All that does not stay to the end is gone while anything else runs: it is counted at the moments alone, of which one
-        is that in which all is there."""
+        """What does not stay is gone while anything else runs: it is counted at the moments alone, one of which is all."""
         for unary, until in zip(self.model.unary, self.of, strict=True):
             first_of_all(unary, until < 0)
         self.model.edges = [replace(e, table=tables.first_of_all(e.table, until < 0))

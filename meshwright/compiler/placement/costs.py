@@ -48,10 +48,10 @@ from meshwright.ir.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
 PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(10, 15)
-MOMENTS = (15, 16, 17)
+MOMENTS = (15, 16, 17, 18)
 """The last of them is the end."""
-BEHIND = 18
-RESOURCES = 19
+BEHIND = 19
+RESOURCES = 20
 SECONDS = 10
 """The first of them are seconds."""
 MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
@@ -144,8 +144,9 @@ class Neighbours:
     ahead: whether another block follows in the order of the backward, whose parameters are gathered early
     behind: whether another block ran before in that order, whose gradients are still being reduced
     beyond: what part of a block's gradients that are being reduced is more than the root's of the micro-batch before, in whose
-        place they are
-    again: whether what is reduced last in one micro-batch, a block's, still is when the next one's backward begins with this
+        place they are; of the root's, what part is more than a block's
+    lasting: whether what a block reduces counts as there all step long, for what the last block reduces in one micro-batch
+        stays until the next one's first does, while that runs forward and loses
     root: whether these are the root's parameters, which are there while every block runs
     last: whether they are the root's behind all blocks
     blocks: of the model
@@ -154,7 +155,7 @@ class Neighbours:
     ahead: bool = True
     behind: bool = True
     beyond: float = 1.0
-    again: bool = False
+    lasting: bool = False
     root: bool = False
     last: bool = False
     blocks: int = 1
@@ -460,7 +461,7 @@ class Costs:
             if self.microbatches == 1:
                 vector[GRADIENTS] = cast + master
             elif variant.zero >= 2:  # of the micro-batch before
-                vector[GRADIENTS] += master
+                vector[GRADIENTS] += master * unit.beyond
         elif variant.data_axes:
             vector[GRADIENTS] = max(0.0, vector[GRADIENTS] - cast * (self.microbatches == 1))
             summed = variant.zero < 2 and self.microbatches > 1
@@ -494,16 +495,17 @@ class Costs:
                 vector[GRADIENTS] = max(own, least - cast * (taken or self.itemsize < _CAST_BYTES))
             return
         begun = cast * unit.ahead * gathered
-        again = master * unit.again * reduces  # of the last block: those that share its prices have it in place of ``BEHIND``
-        begun += again
-        reducing = master * reduces * unit.beyond
-        ended = master * (1 + (self.mesh.world > 1)) if not taken else own * (1 + copied) + reducing
+        lasting = reduces and unit.lasting and not once
+        reducing = master * reduces * unit.beyond * (not lasting)
+        ended = master * (1 + (self.mesh.world > 1)) if not taken else own * (1 + copied) + max(reducing, begun)
         if gathered:
             vector[PARAMETERS] += cast / unit.blocks
         elif taken and once:
             vector[PARAMETERS] -= cast
             vector[SAVED] = cast
             there = [one + cast for one in there]
+        if lasting:
+            vector[GRADIENTS] += master / unit.blocks
         if once:
             vector[GRADIENTS] = master / parts
             reducing += master / parts
@@ -511,7 +513,7 @@ class Costs:
         elif taken and not reduces:  # of the last micro-batch, in the place of a sum and of what was gathered
             reducing = max(0.0, master / parts - cast)
             ended = max(ended, master - cast, piece - cast)
-        vector[BEHIND] = max(0.0, reducing - again) * unit.behind
+        vector[BEHIND] = reducing * unit.behind
         vector[TRANSIENT] = begun
         vector[list(MOMENTS)] = [*(begun + one for one in there), ended]
         self._copied(vector, numel, variant, not taken and self.itemsize < _CAST_BYTES, pieces)

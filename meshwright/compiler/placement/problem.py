@@ -343,19 +343,16 @@ class Problem:
         return tuple(v for v in self.block_variants if v.recompute == "none") or self.block_variants
 
     def _unit(self, number: int) -> Neighbours:
-        """What stands around every position that this one's model serves; the backward comes from the last block. Where no
-        root's gradients are reduced last, the first block's of the micro-batch before still are then."""
+        """What stands around every position that this one's model serves; the backward comes from the last block."""
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
-        again = self.schedule.microbatches > 1 and not self.structure.trains_root
         last = len(self.graph.blocks) - 1
         return Neighbours(ahead=max(served) > 0, behind=min(served) < last, beyond=self._beyond(number),
-                          again=again and max(served) == last, blocks=max(1, len(self.graph.blocks)))
+                          lasting=self.builder.lasting, blocks=max(1, len(self.graph.blocks)))
 
     def _beyond(self, number: int) -> float:
-        """What part of what a block reduces is beyond what the root reduced last in the micro-batch before. Where the root may
-        be kept so that it reduces once, all; root and block are taken to be split as far as their choices go."""
-        each = all(one.zero >= 2 and one.data_axes for one in self.root_variants)
-        if self.schedule.microbatches == 1 or not each:
+        """What part of what a block reduces is beyond what the root reduced last in the micro-batch before, if that reduces in
+        each; root and block are taken to be split as far as their choices go."""
+        if self.schedule.microbatches == 1 or self.builder.lasting:
             return 1.0
         own = self._least_trained(self._models[number])
         return max(0.0, 1.0 - self._least_of_root / own) if own else 1.0

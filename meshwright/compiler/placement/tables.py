@@ -29,7 +29,7 @@ from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import HEADS, SEQUENCE, Mesh
 from meshwright.ir.plan import Schedule
-from meshwright.ir.reshard import STEPS, reshard
+from meshwright.ir.reshard import STEPS, ReshardStep, reshard
 from meshwright.ir.sharding import Sharding, ShardingError, ceil_div
 
 Array = NDArray[np.float64]
@@ -46,7 +46,8 @@ class Paths:
     counts: [sources, targets, steps] how often a reshard has the step
     impossible: [sources, targets] no steps lead there
     same: [sources, targets] both lie in the same place
-    gathered: [sources, targets] what lies split is read differently on each rank
+    gathered: [sources, targets] the last step gathers what is then read differently on each rank
+    joined: (source, target, that step) of these
     """
 
     steps: tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -54,11 +55,11 @@ class Paths:
     impossible: Flags
     same: Flags
     gathered: Flags
+    joined: tuple[tuple[int, int, ReshardStep], ...]
 
 
 _RUNNING: Mapping[str, float] = {"all_gather": 2.0, "all_to_all": 4.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
 """What a collective has while it runs, in sizes of the larger of what it reads and makes: these, and copies."""
-
 
 @lru_cache(maxsize=1 << 12)
 def paths(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Paths:
@@ -66,6 +67,7 @@ def paths(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Paths
     thousands of times, of other layers, of other numbers of samples."""
     known: dict[tuple[str, str, tuple[str, ...]], int] = {}
     found: list[tuple[int, int, int]] = []
+    joined: list[tuple[int, int, ReshardStep]] = []
     shape = len(sources), len(targets)
     impossible, same, gathered = (np.zeros(shape, dtype=bool) for _ in range(3))
     resting = [target.at_rest() for target in targets]
@@ -81,11 +83,13 @@ def paths(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Paths
                 side = step.after if step.kind in ("all_gather", "gather_vary") else step.before
                 found.append((a, b, known.setdefault((step.kind, step.axis, side.split_axes), len(known))))
             same[a, b] = here == resting[b]
-            gathered[a, b] = not same[a, b] and bool(target.varying) and not source.partial
+            gathered[a, b] = not same[a, b] and not source.partial and bool(steps) and steps[-1].kind == "gather_vary"
+            if gathered[a, b]:
+                joined.append((a, b, steps[-1]))
     counts = np.zeros((*shape, len(known)), dtype=np.int8)
     for at in found:
         counts[at] += 1
-    return Paths(tuple(known), counts, impossible, same, gathered)
+    return Paths(tuple(known), counts, impossible, same, gathered, tuple(joined))
 
 
 class ResourceTables:
@@ -166,16 +170,20 @@ class ResourceTables:
             self._tables[key] = table
         return self._tables[key]
 
-    def reshard(self, name: str, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], saving: bool) -> Array:
+    def reshard(
+        self, name: str, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], saving: bool,
+        linears: tuple[int, float] = (1, 0.0),
+    ) -> Array:
         """Resources of every reshard of a value.
 
-        ``saving``: charge what readers keep of it for the backward; otherwise only what a further copy would add.
+        ``saving``: charge what readers keep of it for the backward; otherwise only what a further copy would add; ``linears``:
+        how many read what is gathered, if these read it, and bytes of what all but the first make of it, whole.
         """
         value = self.graph.values[name]
         kept, shard, by_maker = (name in names for names in (self.saved.values, self.saved.by_linears, self.saved.by_makers))
         times, view, besides = self.times(name), name in self.saved.by_views, name in self.saved.besides
         is_kept = kept, shard, by_maker, view, besides, saving
-        key = (self.shapes[name], value.dtype, value.differentiable, is_kept, times, sources, targets)
+        key = (self.shapes[name], value.dtype, value.differentiable, is_kept, times, linears if shard else (), sources, targets)
         if key in self._tables:
             return self._tables[key]
         whole, moves = self.whole(name), paths(sources, targets)
@@ -201,15 +209,34 @@ class ResourceTables:
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
             table[:, :, SAVED] = np.where(again, 0.0, gathered)
         if shard and not self.costs.device.keeps_gathered and moves.gathered.any():
-            split = [np.array([self.mesh.size(one.split_axes) for one in ends]) for ends in (sources, targets)]
-            self._again[id(table)] = moves.gathered * whole * (1 / split[0][:, None] + 1 / split[1][None, :])
+            self._again[id(table)] = self._gathered_again(moves, targets, whole, self.shapes[name], *linears)
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table
 
-    def again(self, tables: Sequence[Array]) -> float:
-        """Bytes that linears gather again at most, and of their gradients, of all reshards of some tables."""
-        return max((float(self._again[id(one)].max()) for one in tables if id(one) in self._again), default=0.0)
+    def _gathered_again(
+        self, moves: Paths, targets: Sequence[Sharding], whole: float, shape: Shape, linears: int, made: float
+    ) -> Array:
+        """Bytes [sources, targets] that so many linears have in their backward where they gather what they read again: that,
+        as it is received and in order, the gradient that each makes of it and their sum, and gradients of what they ``made``,
+        less what the backward of the first alone has anyway."""
+        found, axes_ = np.zeros(moves.gathered.shape), {axis for axis in self.mesh.axes if self.mesh.size(axis) > 1}
+        for a, b, step in moves.joined:
+            if linears > 1 and not axes_ <= {*targets[b].split_axes, *targets[b].varying}:
+                continue  # readers of such a copy read it differently over more axes: it is gathered for them, once
+            inner = any(length > self.mesh.size(axes) for length, axes in zip(shape[: step.dim], step.after.dims, strict=False))
+            piece = whole / self.mesh.size(step.before.split_axes) if linears == 1 else 0.0  # that of the sum is there anyway
+            beside = made / self.mesh.size(targets[b].varying)
+            found[a, b] = piece + (whole * (linears + (linears > 1) + inner) + beside) / self.mesh.size(targets[b].split_axes)
+        return found
+
+    def again(self, tables: Sequence[Array], least: bool = False) -> float:
+        """Bytes that linears gather again at most (``least``: at least, where they do), and of their gradients, of all reshards
+        of some tables."""
+        found = [self._again[id(one)] for one in tables if id(one) in self._again]
+        if least:
+            return max((float(one.min(initial=math.inf, where=one > 0)) for one in found), default=0.0)
+        return max((float(one.max()) for one in found), default=0.0)
 
     def held(self, table: Array, there: tuple[bool, ...], running: tuple[bool, ...]) -> Array:
         """A table of reshards with what of it is held at the moments of a backward: what it saves, where that is still

@@ -19,9 +19,14 @@ def _first(work: Work) -> Collection[int]:
     return (0,)
 
 
+def _behind(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces along a dim of a local value do not lie one after the other: dims before it are longer than one."""
+    return math.prod(shape[:dim]) > 1
+
+
 def _inner(work: Work) -> bool:
-    """Whether a collective is along another dim than the first, where pieces do not lie one after the other."""
-    return len(work.args) > 1 and work.args[1] != 0
+    """Whether a collective is along a dim whose pieces do not lie one after the other, or are put in another order."""
+    return len(work.args) > 1 and (_behind(work.operands[0], work.args[1]) or bool(dict(work.kwargs).get("mirrored")))
 
 
 def _gathered(work: Work) -> tuple[float, float]:
@@ -44,8 +49,11 @@ def _sliced(work: Work) -> tuple[float, float]:
 
 
 def _exchanged(work: Work) -> tuple[float, float]:
-    both = float(work.read_bytes() + work.made_bytes())
-    return both, both
+    """What is sent, in the order of the ranks, and what is received, before it is in order."""
+    kwargs, (dim, to_dim) = dict(work.kwargs), work.args[1:3]
+    sent = work.read_bytes() * (_behind(work.operands[0], to_dim) or bool(kwargs.get("to_mirrored")))
+    received = work.made_bytes() * (_behind(work.results[0], dim) or bool(kwargs.get("mirrored")))
+    return float(sent + received), float(sent + received)
 
 
 def _packed(work: Work) -> tuple[float, float]:
@@ -53,15 +61,28 @@ def _packed(work: Work) -> tuple[float, float]:
     return float(work.read_bytes()), float(work.read_bytes())
 
 
+def _whole(work: Work) -> tuple[int, ...]:
+    """The shape of what linears gather."""
+    dim, shape = work.args[3], work.operands[0]
+    return (*shape[:dim], dict(work.kwargs)["size"], *shape[dim + 1 :])
+
+
 def _regathered(work: Work) -> tuple[float, float]:
-    """The whole activation as it is received and in order; in the backward again, and its gradient in both forms."""
-    whole = float(math.prod(work.results[0][:-1]) * work.operands[0][-1] * work.reads.itemsize)
-    return 2 * whole, 4 * whole
+    """What lies beside operands, results and gradients: the whole activation, received before that is put in order, and the
+    former beside the results. In the backward both are there, with the gradient that each linear makes of it, and their sum.
+    The sum is made before any gradient of a weight; where a third is added to that of two, it is there twice."""
+    whole, made = math.prod(_whole(work)) * work.reads.itemsize, work.makes.itemsize * sum(map(math.prod, work.results))
+    inner, count, need = _behind(work.operands[0], work.args[3]), len(work.args[1]), work.gradients
+    forward = max((1 + inner) * whole - made, whole)
+    makes = [work.read_bytes(at) for at in range(count + 1) if need[at]]
+    received, summed = whole * any(need[1 : count + 1]), whole * (count + (count > 1)) * need[0]
+    backward = max(received * (1 + inner) + summed, received + summed + whole * (count > 2) * need[0] - sum(makes))
+    return float(forward), float(backward)
 
 
 def _linears(work: Work) -> Sequence[Product]:
     rows = math.prod(work.results[0][:-1])
-    return [Product(1, rows, shape[-1], work.operands[0][-1]) for shape in work.results]
+    return [Product(1, rows, shape[-1], _whole(work)[-1]) for shape in work.results]
 
 
 shown = partial(declare, None, saves="")
