@@ -740,6 +740,19 @@ def test_the_work_of_searches_is_added_up() -> None:
     assert once < timing.searched < 2 * once
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_the_last_block_reduces_is_counted_where_the_root_reduces_nothing(count: int) -> None:
+    """It is there while the next micro-batch runs forward, beside what that keeps."""
+    graph, cluster = llama((16, 256), 4, 512, 8), Cluster.parse("h100:1x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
+    layout, plans = layouts(cluster, Pins())[0], list[Plan]()
+    whole = blockwise.solve_layout(task, layout, count, Footprints(task.rules, 8.0, cluster.device).fits, Timing())
+    tight = replace(task, cluster=cluster.with_memory(int(0.9 * prediction_of(whole.plan).bytes_per_rank)))
+    fits = Footprints(task.rules, 8.0, tight.cluster.device).fits
+    blockwise.solve_layout(tight, layout, count, lambda plan: plans.append(plan) or fits(plan), Timing())
+    assert prediction_of(plans[0]).bytes_per_rank == pytest.approx(fits(plans[0]).bytes_per_rank, rel=0.005)
+
+
 def test_layouts_share_a_limit() -> None:
     """Each may take as long as one may, until what they have together is spent."""
     known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)

@@ -360,7 +360,8 @@ class Builder:
             return
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append((ROOT, var))
-        unit = Neighbours(root=True, last=self._last(position), beyond=self._beyond if self.lasting else 1.0)
+        beyond = self.tables.beyond_a_block(self.tied) if self.lasting else 1.0
+        unit = Neighbours(root=True, last=self._last(position), beyond=beyond)
         for i, name, needs in model.parameter_uses:
             columns = [self.parameter(model, i, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
@@ -373,8 +374,7 @@ class Builder:
         if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
             alone = not self.graph.blocks  # of a block that ZeRO-3 gathers it is among what one block has (``Costs``)
             received = float(_weights(self, model, np.min).max(initial=0.0)) if alone else self._gathered
-            model.unary[var][:, MOMENTS[-1]] += [received * (variant.zero in (1, 2) or (alone and variant.zero > 2))
-                                                 for variant in self.root_variants]
+            model.unary[var][:, MOMENTS[-1]] += [received * (0 < one.zero < 3 + alone) for one in self.root_variants]
 
     def parameter(
         self, model: Model, var: int, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours
@@ -421,8 +421,8 @@ class Builder:
     def _worst(self, model: Model, held: Sequence[_Held], kept: _Kept) -> dict[int, _Held]:
         """Those that may be the worst: if all is split, if nothing is, and, if all is, of those where linears gather again."""
         copies = {var for var, _ in model.copies.values()}  # from which each reader may gather by itself
-        tables = [(e.table, until) for e, until in zip(model.edges, kept.until, strict=True) if e.i not in copies]
-        gathers = [[table for table, until in tables if until == one.at] for one in held]
+        gathers = [[e.table for e, until in zip(model.edges, kept.until, strict=True) if until == one.at and e.i not in copies]
+                   for one in held]
         least, most = ([self.tables.again(found, fewest) for found in gathers] for fewest in (True, False))
         there = [kept.bytes(of) + _weights(self, model, np.max if of else np.min) for of in (0, -1)]
         bytes_ = [[one.bytes(of) + float(there[of][one.at]) for one in held] for of in (0, -1)]
@@ -441,15 +441,6 @@ class Builder:
         it is kept, reduces last in each."""
         each = self.scope.structure.trains_root and all(one.zero >= 2 and one.data_axes for one in self.root_variants)
         return self.moments and self.schedule.microbatches > 1 and not each
-
-    @cached_property
-    def _beyond(self) -> float:
-        """What part of what the root reduces is more than what a block does, if both are split alike."""
-        blocks = self.graph.blocks
-        inside = {name for block in blocks for op in self.graph.ops[block.start : block.stop] for name in op.inputs} - self.tied
-        trained = {name: self.graph.values[name].numel for name, yes in self.tables.trainable.items() if yes}
-        own, rest = (sum(numel for name, numel in trained.items() if (name in inside) == within) for within in (True, False))
-        return max(0.0, 1.0 - own / len(blocks) / rest) if blocks and rest else 1.0
 
     def _late(self, model: Model) -> float:
         """Elements of the small parameters of a position that no choice splits, but that some choice reads differently."""

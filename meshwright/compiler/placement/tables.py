@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -60,6 +61,7 @@ class Paths:
 
 _RUNNING: Mapping[str, float] = {"all_gather": 2.0, "all_to_all": 4.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
 """What a collective has while it runs, in sizes of the larger of what it reads and makes: these, and copies."""
+
 
 @lru_cache(maxsize=1 << 12)
 def paths(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Paths:
@@ -229,6 +231,15 @@ class ResourceTables:
             beside = made / self.mesh.size(targets[b].varying)
             found[a, b] = piece + (whole * (linears + (linears > 1) + inner) + beside) / self.mesh.size(targets[b].split_axes)
         return found
+
+    def beyond_a_block(self, tied: AbstractSet[str]) -> float:
+        """What part of what the root reduces is more than what a block does, if both are split alike. ``tied``: parameters of
+        several blocks, which are the root's."""
+        blocks = self.graph.blocks
+        inside = {name for block in blocks for op in self.graph.ops[block.start : block.stop] for name in op.inputs} - tied
+        trained = {name: self.graph.values[name].numel for name, yes in self.trainable.items() if yes}
+        own, rest = (sum(numel for name, numel in trained.items() if (name in inside) == within) for within in (True, False))
+        return max(0.0, 1.0 - own / len(blocks) / rest) if blocks and rest else 1.0
 
     def again(self, tables: Sequence[Array], least: bool = False) -> float:
         """Bytes that linears gather again at most (``least``: at least, where they do), and of their gradients, of all reshards
