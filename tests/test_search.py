@@ -561,16 +561,18 @@ def test_between_what_fits_and_what_does_not_is_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "limited", "then"), [(8.0, True, (6, 8, 12, 16)), (9.0, True, (6,)), (9.0, False, ()), (8.0, False, ())],
+    ("seconds", "limited", "then"),
+    [(8.0, True, (6, 8, 12, 16)), (8.7, True, (6, 8, 12, 16)), (9.0, True, (6,)), (9.0, False, ()), (8.0, False, ())],
 )
 def test_of_micro_batches_that_did_not_help_no_multiple_is_tried(seconds: float, limited: bool, then: tuple[int, ...]) -> None:
-    """Six may be uneven where eight are not, so that each says nothing of the other."""
+    """Six may be uneven where eight are not, so that each says nothing of the other. What nearly helps is no reason to stop."""
     one = Candidate(1, 1, "none", 1, 12, 4, 24, layouts(Cluster.parse("h100:1x12"), Pins())[0])
     node = Branch(1.0, Level.FLOPS, 0, one, later=(6, 8, 12, 16), fewer=8.5)
-    seen = list[Branch]()
-    sweep = SimpleNamespace(task=SimpleNamespace(falls=1.0), bounds=SimpleNamespace(later=lambda of, fewer: seen.append(of)))
+    seen = list[tuple[Branch, float]]()
+    sweep = SimpleNamespace(task=SimpleNamespace(falls=1.0), bounds=SimpleNamespace(later=lambda *of: seen.append(of)))
     Sweep._more(sweep, node, seconds, limited)  # type: ignore[arg-type]
-    assert [of.later for of in seen] == [then]
+    assert [of.later for of, _ in seen] == [then]
+    assert seen[0][1] == min(8.5, seconds if then[1:] else 8.5)
 
 
 @pytest.mark.parametrize(("price", "again"), [(0.0, 0), (0.001, 0), (0.05, 1)])

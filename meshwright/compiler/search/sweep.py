@@ -61,6 +61,8 @@ _LONG = 5.7
 """Nominal seconds that the longest proofs may take each: they begin where so many are left."""
 _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
+_NEARLY = 1.04
+"""Of more micro-batches that take up to so many times as long, as far as is proven, still more are looked at (chosen)."""
 _INF = math.inf
 
 
@@ -589,8 +591,8 @@ class Sweep:
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
-        being faster, or what was measured is slow in large pieces. Of a count that did not help no multiple is tried."""
-        if self.task.falls > 1.0 or (limited and seconds < node.fewer):
-            return self.bounds.later(node, seconds)
+        being faster, or what was measured is slow in large pieces. Of one that did not nearly help no multiple is tried."""
+        if self.task.falls > 1.0 or (limited and seconds < node.fewer * _NEARLY):
+            return self.bounds.later(node, min(seconds, node.fewer))
         others = tuple(count for count in node.later if limited and count % node.candidate.microbatches)
         return self.bounds.later(replace(node, later=others), node.fewer)
