@@ -332,11 +332,6 @@ class TimedProgram(LinearProgram):
         seconds, values = self.solution({0: 1.0}, again=self.begun > 1)  # the first one often says enough
         return max(0.0, seconds) * self.scale / SAFE, Point(values[self.amounts], values[self.places])
 
-    @property
-    def numbers(self) -> int:
-        """Of the program as it is."""
-        return sum(len(columns) for columns, _ in self.parts)
-
     # whole units
 
     @property

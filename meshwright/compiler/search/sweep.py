@@ -486,7 +486,7 @@ class Sweep:
         return [*others, *([self.bounds.part(first, sorted(left))] if left else [])]
 
     def _at_a_glance(self, node: Branch, always: bool) -> float:
-        """Seconds of a step, its cut not looked for; if not ``always``, inf where it is no nearer its bound than all alike."""
+        """Seconds of a step, its cut not looked for; if not ``always``, inf where it is left for what ``Glances`` say."""
         if not always and not self._glances.may_beat(node.candidate, node.bound, self._incumbent):
             return _INF
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)

@@ -89,6 +89,11 @@ class LinearProgram:
         self.parts: list[_Part] = []
         self._growing: _Growing | None = None
 
+    @property
+    def numbers(self) -> int:
+        """Of the program as it is."""
+        return sum(len(columns) for columns, _ in self.parts)
+
     def variables(self, *shape: int) -> np.ndarray:
         """New variables, as their numbers."""
         first, self.count = self.count, self.count + math.prod(shape)
@@ -170,8 +175,7 @@ class LinearProgram:
             raise UnsolvedError from error
         iterations = result.solve_stats.simplex_iterations
         self.steps += iterations if cases else 0
-        takes, numbers = SCIP if cases else HIGHS, sum(len(columns) for columns, _ in self.parts)
-        self.work += takes.seconds(numbers, 0, len(self.parts), iterations)
+        self.work += (SCIP if cases else HIGHS).seconds(self.numbers, 0, len(self.parts), iterations)
         if result.termination.reason in _NONE:
             raise NoSolutionError
         return result
