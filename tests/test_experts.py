@@ -280,7 +280,8 @@ def _train(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any
 
     def build(pins: Mapping[str, Any]) -> nn.Module:
         mesh = init_device_mesh("cpu", (world,))
-        parallel = autoparallel(model, mesh, ((), batch), pins={**PLAIN, **pins}, progress=False)
+        plain = {name: pin for name, pin in PLAIN.items() if name not in ("tp", "pp") or "axes" not in pins}
+        parallel = autoparallel(model, mesh, ((), batch), pins={**plain, **pins}, progress=False)
         wrong.extend(f"{pins}: {one}" for one in (_unsplit(parallel.plan, pins["ep"]) if "ep" in pins else ()))
         return parallel
 
@@ -334,6 +335,8 @@ FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"dp": 2, "ep": 4, "cp": 2, "zero": 3, "microbatches": 2},
         {"dp": 2, "ep": 2, "tp": 2, "zero": 3, "microbatches": 2, "model.layers.*.mlp.experts:experts": FOLDED},
         {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "model.layers.*.mlp.experts:experts": ALONG},
+        {"axes": {"x": 2, "y": 2}, "microbatches": 2, "model.layers.*.mlp.experts:experts": "x=t0, y=t1&e"},
+        {"axes": {"x": 2, "y": 2}, "recompute": "full", "model.layers.*.mlp.experts:experts": "x=t1&e, y=t0&e"},
     ),
     "qwen3": (
         {"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}, {"dp": 4, "ep": 4, "zero": 2, **ONCE_A_NODE},

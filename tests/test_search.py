@@ -19,7 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 import meshwright as mw
 from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search import blockwise, search
-from meshwright.compiler.search.blockwise import solve_layout
+from meshwright.compiler.search.blockwise import OneDevice, solve_layout
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, Glances, Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
@@ -36,7 +36,7 @@ from meshwright.cost.cluster import Cluster, ClusterError
 from meshwright.cost.spread import Spread
 from meshwright.footprint import Footprints
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import DATA, TENSOR, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -716,6 +716,31 @@ def test_what_was_not_proven_not_to_fit_has_a_bound(monkeypatch: pytest.MonkeyPa
     proven = False
     raised(OutOfMemoryError, math.inf)
     assert raised(NoBetterError, 2 * whole.seconds).bound_seconds >= whole.bound_seconds * 0.999
+
+
+@pytest.mark.parametrize(("bound", "looked"), [(0.5, 1), (0.99, 0)])
+@pytest.mark.parametrize("found", [False, True])
+def test_where_free_axes_leave_much_open_narrower_ones_are_solved(bound: float, looked: int, found: bool) -> None:
+    """Ranks of data and tensors on the same mesh, of which the solver sees more in less time. What is proven of the free axes
+    is of these too, so that the certificate stays what it was."""
+    graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:2x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    free, *_ = layouts(cluster, Pins())
+    plan, asked = make_plan(graph, cluster, Pins()), list[Layout]()
+
+    def solve(layout: Layout, microbatches: int, to_beat: float, floor: float | None) -> Fitted:
+        asked.append(layout)
+        seconds = 1.0 if layout is free else 0.8
+        if layout is free and not found:
+            raise NoBetterError(bound, limited=True)
+        made = replace(plan, predicted=Prediction(seconds, 1.0, 2.0))
+        return Fitted(made, bound if layout is free else 0.0, "gap", limited=True)
+
+    sweep = Sweep(task, solve, lambda _: OneDevice(0.0, crowded=False, binds=True), spent=lambda: 0.0, limit=10.0, to_beat=1.0)
+    sweep._solve_free(Branch(0.1, Level.FLOPS, 0, Candidate(1, 1, "none", 1, 8, 1, 16, free)))
+    assert [(one.mesh, dict(one.roles)) for one in asked[1:]] == [(free.mesh, {"x": DATA, "y": TENSOR})] * looked
+    assert len(sweep.results) == found + looked
+    assert sweep.bound == min(bound, *(one.seconds for one in sweep.results), 1.0)
 
 
 def test_of_what_looks_no_nearer_one_of_three_is_glanced_at_all_the_same() -> None:

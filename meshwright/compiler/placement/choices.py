@@ -23,7 +23,7 @@ from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import ANY, DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins, named_by
 from meshwright.ir.plan import TIME, PlanError, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
@@ -163,8 +163,8 @@ def _allowed(op: Op, rule: OpRule, scope: Scope) -> list[list[str | None]]:
             allowed.append(factor)
         if role == SEQUENCE and rule.algorithms:
             allowed = _algorithms(rule, (ULYSSES,) if axis == HEADS else scope.pins.attentions)
-        of_tokens = kinds["batch"] if role in (EXPERT, TENSOR) else set[str]()
-        of_tokens = of_tokens | (kinds["sequence"] if role == TENSOR or (role == SEQUENCE and role in routed) else set())
+        of_tokens = kinds["batch"] if role in (ANY, EXPERT, TENSOR) else set[str]()
+        of_tokens = of_tokens | (kinds["sequence"] if role in (ANY, TENSOR) or (role == SEQUENCE and role in routed) else set())
         allowed += [both for both in rule.together if factors_of(both)[0] in of_tokens]
         allowed += rule.grouped if role not in SAMPLED and role != SEQUENCE else ()
         if op.name in scope.structure.meeting and role not in SAMPLED and role != SEQUENCE:

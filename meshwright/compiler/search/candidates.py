@@ -75,6 +75,12 @@ class Layout:
         """Whether what its axes may do is a part of what free ones may: some split samples, the others anything else."""
         return {self.roles[axis] for axis in self.mesh.axes if self.mesh.size(axis) > 1} <= {DATA, TENSOR}
 
+    def narrower(self) -> list[Layout]:
+        """Of free axes, where there are several: the first ones split samples alone, and the others anything but these."""
+        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1] if self.is_free else []
+        roles = [{axis: DATA if axis in axes[:at] else TENSOR for axis in self.mesh.axes} for at in range(1, len(axes))]
+        return [replace(self, roles=one) for one in roles]
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

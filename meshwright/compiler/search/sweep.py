@@ -95,10 +95,7 @@ class Sweep:
         self.open: list[Evaluation] = []
         self.results: list[Result] = []
         self.seen: list[SeenCandidate] = []
-        self.late = False
-        self.limited = False
-        self.freed = False
-        self.unlike = False
+        self.late = self.limited = self.freed = self.unlike = False
         self.near = UNLIKE
         self._told = self._swept = False
         self._glances = Glances()
@@ -107,9 +104,7 @@ class Sweep:
         self._cut: list[Branch] = []
         self._alone: dict[tuple[Mesh, int], float] = {}
         self._refined: dict[tuple[Mesh, int], float] = {}
-        self._left: list[Branch] = []
-        self._shapes: list[Branch] = []
-        self._single_stage: list[Branch] = []
+        self._left, self._shapes, self._single_stage = list[Branch](), list[Branch](), list[Branch]()
         self._later: tuple[list[Branch], list[Branch]] = [], []
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
@@ -349,10 +344,9 @@ class Sweep:
         if self._nearest is not None:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         unclear: list[PinError | PlanError | None] = [*self._refused_free, self._refused, self.bounds.refused]
-        if (clear := next((e for e in unclear[-2:] if isinstance(e, PinError | OutOfMemoryError)), None)) is not None:
-            return clear
+        clear = [error for error in unclear[-2:] if isinstance(error, PinError | OutOfMemoryError)]
         text = f"no layout of {self.task.cluster} runs this model under the pins ({self.task.pins}); change these, or the batch"
-        return next((error for error in unclear if error is not None), PlanError(text))
+        return next((error for error in (*clear, *unclear) if error is not None), PlanError(text))
 
     def _nearest_crowded(self, least: float) -> tuple[list[Candidate], int]:
         """Free layouts never solved for their memory, once: some nearer than ``least`` bytes, how many, others if none runs."""
@@ -552,42 +546,49 @@ class Sweep:
 
     def _solve_free(self, node: Branch) -> list[Branch]:
         """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""
-        candidate = node.candidate
+        candidate, counts, one = node.candidate, self.bounds.counts, self._one(node.candidate.microbatches)
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
-        told: list[SeenCandidate] = [] if self._told else self.seen  # their meshes were told before, with blocks alike,
-        self.bounds.counts.considered -= self._told  # and counted
-        one = self._one(candidate.microbatches)
+        told = list[SeenCandidate]() if self._told else self.seen  # their meshes were told before, with blocks alike,
+        counts.considered -= self._told  # and counted
         if one.crowded:
             told.append(replace(seen, outcome="does not fit"))
             self._crowded.append((one.least_bytes, candidate))
-            self.bounds.counts.infeasible += not self._told
+            counts.infeasible += not self._told
             return self.bounds.later(node, node.fewer)
         try:
             floor = node.bound if one.binds else None
             made = self._free(candidate.layout, candidate.microbatches, self._incumbent, floor)
-        except OutOfMemoryError as error:
-            told.append(replace(seen, outcome="does not fit"))
-            self._refused_free.append(error)
-            self.bounds.counts.infeasible += not self._told
-            return self.bounds.later(node, node.fewer)
         except (PinError, PlanError) as error:
-            told.append(replace(seen, outcome=str(error)))
-            self.bounds.counts.infeasible += not self._told
-            if candidate.microbatches > 1 and self.task.pins.microbatches is None:
-                return self.bounds.later(node, node.fewer)
-            self._refused_free.append(error)
-            return []
+            full = isinstance(error, OutOfMemoryError)
+            told.append(replace(seen, outcome="does not fit" if full else str(error)))
+            counts.infeasible += not self._told
+            if isinstance(error, OutOfMemoryError) and not error.proven:
+                self._narrower(node, node.bound)
+            more = full or (candidate.microbatches > 1 and self.task.pins.microbatches is None)
+            self._refused_free += [error] * (full or not more)
+            return self.bounds.later(node, node.fewer) if more else []
         except NoBetterError as error:
             told.append(replace(seen, outcome=f"no better: {error}"))
-            self._closed = min(self._closed, max(error.bound_seconds, node.bound))
-            self.limited |= error.limited
-            return self._more(node, error.bound_seconds, error.limited)
-        told.append(replace(seen, step_seconds=made.seconds))
-        self._closed = min(self._closed, made.bound_seconds)
-        self.limited |= made.limited
-        self.results.append(Result(candidate, str(candidate), made, made.seconds))
-        return self._more(node, made.seconds, made.limited)
+            bound, seconds, limited = max(error.bound_seconds, node.bound), error.bound_seconds, error.limited
+        else:
+            told.append(replace(seen, step_seconds=made.seconds))
+            self.results.append(Result(candidate, str(candidate), made, made.seconds))
+            bound, seconds, limited = made.bound_seconds, made.seconds, made.limited
+        self._closed, self.limited = min(self._closed, bound), self.limited or limited
+        if limited:
+            self._narrower(node, bound)
+        return self._more(node, seconds, limited)
+
+    def _narrower(self, node: Branch, bound: float) -> None:
+        """Of free axes on which the solver within memory leaves open what is faster than the incumbent (``bound``), those that
+        split samples or anything else: far fewer choices. What is proven of all is of these, too."""
+        one, narrower = node.candidate, node.candidate.layout.narrower() if node.candidate.layout is not None else []
+        while narrower and bound < self._incumbent * (1 - WIDEST) and self.effort <= _ALIKE * self.limit:
+            layout = narrower.pop(0)
+            with suppress(PinError, PlanError, NoBetterError):
+                made = self._free(layout, one.microbatches, self._incumbent, node.bound)
+                self.results.append(Result(replace(one, layout=layout), str(one), made, made.seconds))
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
