@@ -151,19 +151,22 @@ def graph_of(row: Row, cache: Path | None = None) -> Graph:
     """The row's model at its global batch; ``cache``: a folder that keeps it."""
     kernel = kernel_of(row)
     what = (kernel if kernel in ("torch", "scores") else "flash", precision_of(row), normed(row))
-    return captured(shape_of(row), *what) if cache is None else _kept_graph(shape_of(row), what, cache)
+    return _kept_graph(shape_of(row), what, cache)
 
 
-def _kept_graph(shape: Shape, what: tuple[str, str, bool], cache: Path) -> Graph:
-    """A kept graph: a model is captured at one batch, and that of another follows from it (a mixture is captured at each)."""
-    kept = cache / f"{hashlib.sha256(repr((shape, *what)).encode()).hexdigest()[:24]}.pickle"
-    if not kept.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        at_once = shape.experts or shape.batch == _BATCH
-        first = None if at_once else _kept_graph(shape._replace(batch=_BATCH), what, cache)
-        graph = captured(shape, *what) if first is None else of_batch(first, Fraction(shape.batch, _BATCH))
+def _kept_graph(shape: Shape, what: tuple[str, str, bool], cache: Path | None) -> Graph:
+    """A graph, kept where there is a folder: a model is captured at one batch, and that of another follows from it, but of a
+    mixture, which is captured at each."""
+    kept = None if cache is None else cache / f"{hashlib.sha256(repr((shape, *what)).encode()).hexdigest()[:24]}.pickle"
+    if kept is not None and kept.exists():
+        return _read(kept)
+    at_once = shape.experts or shape.batch == _BATCH
+    first = None if at_once else _kept_graph(shape._replace(batch=_BATCH), what, cache)
+    graph = captured(shape, *what) if first is None else of_batch(first, Fraction(shape.batch, _BATCH))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(pickle.dumps(graph))
-    return _read(kept)
+    return graph
 
 
 @lru_cache(maxsize=4)

@@ -641,7 +641,7 @@ def test_shapes_that_were_left_are_solved_where_there_is_time(bound: float, effo
             sweep.results.append(SimpleNamespace(fitted=SimpleNamespace(bound_seconds=0.4)))
 
     sweep = SimpleNamespace(
-        _shapes=["x=16 x y=4", "x=32 x y=2"], effort=effort, limit=10.0, bound=bound, _incumbent=1.0, _told=True, _closed=bound,
+        aside=["x=16 x y=4", "x=32 x y=2"], effort=effort, limit=10.0, bound=bound, _incumbent=1.0, _told=True, _closed=bound,
         _shape=solve, results=[SimpleNamespace()],
     )
     Sweep.shapes(sweep)  # type: ignore[arg-type]

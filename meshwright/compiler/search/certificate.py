@@ -74,6 +74,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
                    "on one node as there are heads for where that is not all")
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
         yield "a mesh whose axes may split anything has at most two, a node's devices together where there are several nodes"
+        if sweep.aside:
+            yield f"of such meshes {len(sweep.aside)} are left out, for memory is short: not the nodes and their devices"
     if sweep.firm < bound * (1 - 1e-12):
         yield (f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch, exchanging a "
                "sequence for heads what it waits for without")

@@ -81,6 +81,7 @@ class Sweep:
     late: whether the limit left candidates open
     limited: whether memory kept a free layout from being faster
     freed: whether free layouts were looked at
+    aside: those of other shapes than the nodes and their devices where memory is short, which the bound is not of
     unlike: whether blocks that keep parameters unlike each other were looked at wherever there is no pipeline
     near: where blocks alike take so much longer than the best, they were not
     """
@@ -104,7 +105,7 @@ class Sweep:
         self._cut: list[Branch] = []
         self._alone: dict[tuple[Mesh, int], float] = {}
         self._refined: dict[tuple[Mesh, int], float] = {}
-        self._left, self._shapes, self._single_stage = list[Branch](), list[Branch](), list[Branch]()
+        self._left, self.aside, self._single_stage = list[Branch](), list[Branch](), list[Branch]()
         self._later: tuple[list[Branch], list[Branch]] = [], []
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
@@ -176,17 +177,17 @@ class Sweep:
                 self._left += self._sweep([node], _INF)
             else:
                 self.bounds.counts.considered -= 1
-                self._shapes.append(node)
+                self.aside.append(node)
 
     def shapes(self) -> None:
         """Solve those that ``free`` left, as long as much of the limit is left, or some and a gap: where memory is short
         one may hold what others do not (a StableLM of 8 x 2,048 tokens on 2 x 8 V100: 134 ms a step without, 83 with them)."""
         told, closed, self._told, made = self._told, self._closed, False, len(self.results)
-        while self._shapes:
+        for node in self.aside:
             gap = self.bound < self._incumbent * (1 - WIDEST)
             if self.effort > (_PROVEN if gap else _ALONE) * self.limit:
                 break
-            self._shape(self._shapes.pop(0))
+            self._shape(node)
             self._closed = closed  # the certificate says that it is not of these, but of what is proven of the plan's own
         self._closed = min([closed, *(one.fitted.bound_seconds for one in self.results[made:][-1:])])
         self._told = told
