@@ -509,6 +509,20 @@ def test_no_row_of_a_rank_alone_is_above_the_step(setting: tuple[str, int, int, 
 # ------------------------------------------------------------------------------------------------ realistic instances
 
 
+def test_ranks_have_uneven_stages_alike() -> None:
+    """Where memory makes ranks recompute, seven units on a rank of four stages. From an even share of work, from which a search
+    ends at 406.9 s, ranks have their longest stages at other places, and wait for each other."""
+    def ways(saved: float, again: float) -> list[Unit]:
+        blocks = [Unit(f"block {i}", 1.0, 1.0 + again, 1.0, 6.0, saved, 0.5, 0.02, 0.02) for i in range(27)]
+        first, last = Unit("embedding", 0.05, 0.05, 0.05, 6.0, 0.2, 0.0, 0.02, 0.02), Unit("head", 1.2, 1.2, 1.2, 6.0, 0.5)
+        return [first, *blocks, last]
+
+    options = [ways(0.5, 0.2), ways(0.1, 1.0)]
+    found = cut(ways(1.0, 0.0), 4, 4, "interleaved1f1b", 16, 67.0, options=options)
+    assert max(found.memory) <= 67.0
+    assert found.makespan < 390.0
+
+
 def llama_405b(*, recompute: bool = False) -> list[Unit]:
     """126 blocks, embedding, head + loss on 8-way tensor parallel H100 at about 400 TFLOP/s, one sequence of 8,192.
 
