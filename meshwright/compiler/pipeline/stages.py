@@ -389,8 +389,10 @@ def _begun_elsewhere(problem: Cutting, costs: Sequence[Matrix], found: Found, bo
     rows, work = divided_cuts(problem.units, problem.table, problem.outside, problem.capacity)
     found = replace(found, work=work)
     for some in (rows, _uneven(problem, costs)):
-        cuts, options = _made_to_fit(problem, *_each_way(problem, some)) if len(some) else (some, some)
-        if len(some) and (problem.excess(cuts, options) <= 0).any():
+        if not len(some):
+            continue
+        cuts, options = _made_to_fit(problem, *_each_way(problem, some))
+        if (problem.excess(cuts, options) <= 0).any():
             other = refine(problem, cuts, options, bound, min(cutoff, found.makespan))
             best, candidates = min(found, other, key=lambda one: one.makespan), found.candidates + other.candidates
             found = replace(best, candidates=candidates, looked=found.looked + other.looked, work=work)

@@ -59,10 +59,9 @@ candidates without a pipeline, the second dive (as the look for blocks unlike ea
 it has at least: what is left is for sharper bounds of what was solved."""
 _LONG = 5.7
 """Nominal seconds that the longest proofs may take each: they begin where so many are left."""
-_SHAPES = 1.0
-"""Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
-_NEARLY = 1.04
-"""Of more micro-batches that take up to so many times as long, as far as is proven, still more are looked at (chosen)."""
+_SHAPES, _NEARLY = 1.0, 1.04
+"""Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices; of more
+micro-batches that take up to so many times as long, as far as is proven, still more are looked at (chosen)."""
 _INF = math.inf
 
 
@@ -590,6 +589,7 @@ class Sweep:
             with suppress(PinError, PlanError, NoBetterError):
                 made = self._free(layout, one.microbatches, self._incumbent, node.bound)
                 self.results.append(Result(replace(one, layout=layout), str(one), made, made.seconds))
+                self._closed = min(self._closed, bound)  # where the free axes raised, nothing was kept of what is proven
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
